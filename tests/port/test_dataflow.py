@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpt2.measure.user_code import logits_of
 from gpt2.port.recording import operators
-from gpt2.port.recording.dataflow import Kind, Recording, Region, Use
+from gpt2.port.recording.dataflow import NodeKind, Recording, Region, Use
 from gpt2.port.recording.recorder import record
 
 D, V = 6, 17
@@ -46,9 +46,9 @@ def evaluate(recording: Recording, module: nn.Module) -> Tensor:
         values[source.region.ids()] = module.get_parameter(source.name).detach()
     for node in recording.nodes:
         operands = [values[x.ids() if isinstance(x, Region) else x] for x in node.operands]
-        if node.kind is Kind.LOOKUP:
+        if node.kind is NodeKind.LOOKUP:
             result = operands[0]
-        elif node.kind is Kind.CONTRACTION:
+        elif node.kind is NodeKind.CONTRACTION:
             result = (operands[0] * operands[1]).sum(-1)
         else:
             result = {"add": sum, "mul": lambda x: x[0] * x[-1]}[node.op](operands)
@@ -103,7 +103,7 @@ def test_the_evaluation_above_can_fail() -> None:
     """Negative control: two exchanged ids must change the result."""
     module = Small(LINEAR["matmul"])
     recording = record(module, IDS)
-    node = next(node for node in recording.nodes if node.kind is Kind.CONTRACTION)
+    node = next(node for node in recording.nodes if node.kind is NodeKind.CONTRACTION)
     recording.output[0, 0, :2] = recording.output[0, 0, :2].flip(0)
     assert node.weight == 1
     assert not torch.allclose(evaluate(recording, module), module(IDS))
@@ -127,7 +127,7 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
     module = Small(lambda m, x: x)
     module.forward = lambda ids: look_up(module, ids)
     recording = record(module, IDS)
-    nodes = [node for node in recording.nodes if node.kind is Kind.LOOKUP]
+    nodes = [node for node in recording.nodes if node.kind is NodeKind.LOOKUP]
     assert {int(row) for node in nodes for row in node.index.unique()} == set(IDS.flatten().tolist())
     read = torch.cat([node.operands[0].flatten() for node in nodes]).unique()
     table = recording.sources[0].region.ids()
@@ -175,7 +175,7 @@ def mha(m: Small, x: Tensor) -> Tensor:
 def test_attention_is_two_products_of_activations_however_it_is_called(attend: Callable[[Small, Tensor], Tensor]) -> None:
     """A fused kernel, or the fast path of torch's own module, would hide queries, keys and values."""
     recording = record(Small(attend), IDS)
-    pairs = [node for node in recording.nodes if node.kind is Kind.CONTRACTION and node.weight is None]
+    pairs = [node for node in recording.nodes if node.kind is NodeKind.CONTRACTION and node.weight is None]
     assert len(pairs) == 2
     assert recording.unfollowed == ()
 
@@ -188,7 +188,7 @@ def test_inference_mode_is_taken_apart_too() -> None:
             return F.scaled_dot_product_attention(F.linear(x, m.square), x, x)
 
     kinds = [node.kind for node in record(Small(forward), IDS).nodes]
-    assert kinds.count(Kind.CONTRACTION) == 3
+    assert kinds.count(NodeKind.CONTRACTION) == 3
 
 
 def test_operators_that_the_output_does_not_need_are_left_out() -> None:

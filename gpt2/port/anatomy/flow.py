@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from gpt2.port.recording.dataflow import Kind, Node, Recording, without_repeats
+from gpt2.port.recording.dataflow import Node, NodeKind, Recording, without_repeats
 
 LINEAR = {"add", "sub", "mul", "div", "neg", "dropout"}
 
@@ -61,12 +61,12 @@ class Flow:
         self.mixes_places: set[int] = set()
         self._scores: set[int] = set()
         self.place[: recording.ids.numel()] = torch.arange(recording.ids.numel())
-        readers: dict[Kind, Callable[[int, Node], None]] = {
-            Kind.LOOKUP: self._lookup,
-            Kind.CONTRACTION: self._contraction,
-            Kind.ELEMENTWISE: self._elementwise,
-            Kind.ROWWISE: self._rowwise,
-            Kind.OTHER: self._other,
+        readers: dict[NodeKind, Callable[[int, Node], None]] = {
+            NodeKind.LOOKUP: self._lookup,
+            NodeKind.CONTRACTION: self._contraction,
+            NodeKind.ELEMENTWISE: self._elementwise,
+            NodeKind.ROWWISE: self._rowwise,
+            NodeKind.OTHER: self._other,
         }
         for number in sorted(recording.needed):
             node = self.nodes[number]
@@ -120,7 +120,7 @@ class Flow:
         return {int(token): group for token, group in zip(tokens, groups, strict=True) if token >= 0}
 
     def is_projection(self, number: int) -> bool:
-        return number >= 0 and self.nodes[number].kind is Kind.CONTRACTION and self.nodes[number].weight is not None
+        return number >= 0 and self.nodes[number].kind is NodeKind.CONTRACTION and self.nodes[number].weight is not None
 
     def inputs(self, result: Tensor) -> Tensor:
         """Return the activations (K,) that a projection's result was computed from."""
@@ -268,7 +268,7 @@ class Flow:
             return [Touch(Effect(op) if op in ("add", "mul") else Effect.OTHER, side)] if bool((side >= 0).any()) else []
         number = self.owner(side)
         node = self.nodes[number] if number >= 0 else None
-        if node is None or node.kind is not Kind.ELEMENTWISE or bool((side < node.start).any() or (side >= node.stop).any()):
+        if node is None or node.kind is not NodeKind.ELEMENTWISE or bool((side < node.start).any() or (side >= node.stop).any()):
             return []
         index, touches = node.place(side), []
         for position, operand in enumerate(node.tensors):

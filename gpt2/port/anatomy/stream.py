@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.anatomy.flow import Effect, Flow, StreamState, Touch
-from gpt2.port.recording.dataflow import Kind
+from gpt2.port.recording.dataflow import NodeKind
 
 
 class NotGPT2(Exception):
@@ -82,7 +82,7 @@ class Stream:
         rows: dict[str, dict[int, int]] = {}  # and their rows
         lookups: dict[str, list[int]] = {}
         for number, node in enumerate(self.recording.nodes):
-            if node.kind is Kind.LOOKUP and node.index is not None:
+            if node.kind is NodeKind.LOOKUP and node.index is not None:
                 entries = node.tensors[0]
                 name = self.recording.name(int(entries.flatten()[0]))
                 lookups.setdefault(name, []).append(number)

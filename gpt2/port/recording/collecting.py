@@ -9,7 +9,7 @@ from torch import Tensor, UntypedStorage, nn
 
 from gpt2.config import GPT2Config
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
+from gpt2.port.recording.dispatch import OperatorCall, OperatorMode, tensors
 from gpt2.port.recording.forward import plain_attention
 from gpt2.port.recording.pool import Pool
 
@@ -30,7 +30,7 @@ class _Collector(OperatorMode):
         self.limits = {tensor.untyped_storage()._cdata: views for tensor in held}
         self._written: dict[int, UntypedStorage] = {}  # of which a part was written; held, so that no other gets its address
 
-    def handle(self, call: Call) -> Any:
+    def handle(self, call: OperatorCall) -> Any:
         for tensor in () if call.writes else call.inputs:
             storage = tensor.untyped_storage()
             if storage._cdata in self._written and 1 < tensor.numel() <= self.largest and _is_whole(tensor):

@@ -18,7 +18,7 @@ from torch import Tensor
 NO_ID = -1  # the element depends on no parameter and on no token
 
 
-class Kind(Enum):
+class NodeKind(Enum):
     """What an operator does to single elements."""
 
     LOOKUP = "lookup"  # entries of a table, chosen by token ids or one-hot vectors
@@ -64,7 +64,7 @@ class Node:
     last; reductions and OTHER keep the operands' shapes; a lookup has the entries taken and the indices that chose them.
     """
 
-    kind: Kind
+    kind: NodeKind
     op: str  # "add", "bmm", "_softmax"
     start: int
     shape: tuple[int, ...]

@@ -34,7 +34,7 @@ RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "
 
 
 @dataclass(frozen=True)
-class Call:
+class OperatorCall:
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -78,12 +78,12 @@ class OperatorMode(TorchDispatchMode):
         """Return False: True would make torch import its compiler, which takes seconds."""
         return False
 
-    def handle(self, call: Call) -> Any:
+    def handle(self, call: OperatorCall) -> Any:
         """Return the operator's result."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        call = Call(func, args, kwargs or {})
+        call = OperatorCall(func, args, kwargs or {})
         if func._overloadpacket in FUSED_ATTENTION:
             with self:
                 return plain_attention_kernel(call)
@@ -101,7 +101,7 @@ def _is_composite(func: OpOverload) -> bool:
     return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
-def plain_attention_kernel(call: Call) -> tuple[Any, ...]:
+def plain_attention_kernel(call: OperatorCall) -> tuple[Any, ...]:
     """Compute a fused attention's result by plain operators; results for the backward pass are None."""
     named = call.named
     mask, dropout = named.get("attn_mask", named.get("attn_bias")), named.get("dropout_p", 0.0)
@@ -118,7 +118,7 @@ class FirstNaN(OperatorMode):
         super().__init__()
         self.words = ""
 
-    def handle(self, call: Call) -> Any:
+    def handle(self, call: OperatorCall) -> Any:
         result = call.run()
         made = next((x for x in tensors(result) if bool(x.isnan().any())), None)
         if made is not None and not self.words and "empty" not in call.name:
@@ -173,7 +173,7 @@ class DeterministicMode(OperatorMode):
         self._summed = 0  # the length of the sums in the last matrix product
         self._mask: Tensor | None = None  # a random mask that was drawn and not yet used
 
-    def handle(self, call: Call) -> Any:
+    def handle(self, call: OperatorCall) -> Any:
         self.operators += 1
         name, args, named = call.name, call.args, call.named
         if name in CONTRACTIONS:
@@ -181,7 +181,7 @@ class DeterministicMode(OperatorMode):
         if name == "_to_copy" and args[0].dtype == torch.float64 and named.get("dtype") in NARROWER:
             self.casts.add(str(named["dtype"]).removeprefix("torch."))
             if not self.keep_casts:
-                call = Call(call.func, args, {**call.kwargs, "dtype": torch.float64})
+                call = OperatorCall(call.func, args, {**call.kwargs, "dtype": torch.float64})
         if name == "native_dropout" and args[2] is not False and args[1] > 0:
             self.dropouts.append(Dropout(args[0].clone(), self._summed))
             if not self.keep_random:
@@ -214,7 +214,7 @@ class DeterministicMode(OperatorMode):
                 self._before = result, call.inputs[0], factor
         return result
 
-    def _without_mask(self, call: Call) -> Tensor | None:
+    def _without_mask(self, call: OperatorCall) -> Tensor | None:
         """Return what a dropout made by hand gives without its mask and its factor; None for other calls."""
         factor = _number_applied(call)
         if self._whole is not None and factor is not None and call.inputs[0].data_ptr() == self._whole[0].data_ptr():
@@ -244,7 +244,7 @@ class DeterministicMode(OperatorMode):
         return result
 
 
-def _number_applied(call: Call) -> float | None:
+def _number_applied(call: OperatorCall) -> float | None:
     """Return the number that a call multiplies its first tensor by; None if it does something else."""
     if call.name not in ("mul", "mul_", "div", "div_") or len(call.args) < 2 or not isinstance(call.args[0], Tensor):
         return None
@@ -256,7 +256,7 @@ def _number_applied(call: Call) -> float | None:
     return float(number) if call.name.startswith("mul") else 1 / number
 
 
-def _products(call: Call) -> list[tuple[Tensor, Tensor]]:
+def _products(call: OperatorCall) -> list[tuple[Tensor, Tensor]]:
     """Return what a call may mean as a product: a floating-point value, and the mask that it is multiplied by."""
     name, args = call.name, call.args
     pairs: list[tuple[Any, Any]] = []

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt2.port.recording.dataflow import NO_ID, Kind, Node, Region, Source, Use, without_repeats
+from gpt2.port.recording.dataflow import NO_ID, Node, NodeKind, Region, Source, Use, without_repeats
 
 Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
 
@@ -120,7 +120,7 @@ class Graph:
 
     def add(
         self,
-        kind: Kind,
+        kind: NodeKind,
         op: str,
         shape: tuple[int, ...],
         *operands: Tensor | Region,
@@ -128,7 +128,7 @@ class Graph:
         index: Tensor | None = None,
     ) -> Tensor:
         needs = [self.dependence(operand) for operand in operands]
-        live = kind is Kind.LOOKUP or any(need.tokens for need in needs)
+        live = kind is NodeKind.LOOKUP or any(need.tokens for need in needs)
         self._starts.append(self._next)
         self._dependences.append(Dependence(live, any(need.sources for need in needs)))
         self.nodes.append(Node(kind, op, self._next, tuple(shape), operands, live, weight, index))
@@ -136,7 +136,7 @@ class Graph:
 
     def elementwise(self, op: str, shape: tuple[int, ...], *operands: Tensor | None) -> Tensor:
         """Add a node over ids that broadcast to ``shape``; None is an operand without ids."""
-        return self.add(Kind.ELEMENTWISE, op, shape, *(x.expand(shape) for x in operands if x is not None))
+        return self.add(NodeKind.ELEMENTWISE, op, shape, *(x.expand(shape) for x in operands if x is not None))
 
     def contraction(self, op: str, a: Factor, b: Factor) -> Tensor:
         """Add sums of products of two tensors."""
@@ -147,9 +147,9 @@ class Graph:
         shape = tuple(operands[0].shape[:-1])
         known = [operand for operand in operands if any(self.dependence(operand))]
         if len(known) < 2:  # one factor is a constant
-            return self.add(Kind.OTHER, op, shape, *known)
+            return self.add(NodeKind.OTHER, op, shape, *known)
         weights = [number for number, operand in enumerate(operands) if self.is_source(operand)]
-        return self.add(Kind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
+        return self.add(NodeKind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
 
     def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
         """Return the ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""
@@ -168,7 +168,7 @@ class Graph:
         operand = self._operand(*table)
         entries = operand.ids() if isinstance(operand, Region) else operand
         taken = entries.gather(-1, index[..., None])[..., 0]
-        return self.add(Kind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
+        return self.add(NodeKind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
 
     def owner(self, ids: Tensor) -> Node | None:
         """Return the one node that computed all these elements, or None."""

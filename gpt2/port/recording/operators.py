@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.port.recording.dataflow import Kind
+from gpt2.port.recording.dataflow import NodeKind
 from gpt2.port.recording.graph import Graph
 
 # Operators that only copy, and the arguments that are copied.
@@ -67,7 +67,7 @@ def _convolution(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tens
 
 
 def _layer_norm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    result = graph.add(Kind.ROWWISE, "layer_norm", shape, graph.or_blank(named["input"]))
+    result = graph.add(NodeKind.ROWWISE, "layer_norm", shape, graph.or_blank(named["input"]))
     for op, parameter in (("mul", named.get("weight")), ("add", named.get("bias"))):
         if parameter is not None:
             result = graph.elementwise(op, shape, result, graph.of(parameter))
@@ -86,7 +86,7 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
     node = None if ids is None else graph.owner(ids)
     if ids is None or node is None:
         return None
-    longer = node.kind is Kind.CONTRACTION and node.weight is not None
+    longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
     product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)
     if not longer and not product:
         return None
@@ -98,7 +98,7 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
     if len(weights) > 1 or not all(any(graph.dependence(operand)) for operand in operands):
         return None
     weight = weights[0] if weights else None
-    return graph.add(Kind.CONTRACTION, "sum", operands[0].shape[:-1], *operands, weight=weight).view(shape)
+    return graph.add(NodeKind.CONTRACTION, "sum", operands[0].shape[:-1], *operands, weight=weight).view(shape)
 
 
 HANDLERS: dict[str, Handler] = {

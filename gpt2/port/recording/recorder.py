@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.recording.dataflow import NO_ID, Kind, Recording
-from gpt2.port.recording.dispatch import Call, OperatorMode, tensors
+from gpt2.port.recording.dataflow import NO_ID, NodeKind, Recording
+from gpt2.port.recording.dispatch import OperatorCall, OperatorMode, tensors
 from gpt2.port.recording.forward import ForwardError, plain_attention
 from gpt2.port.recording.graph import Graph
 from gpt2.port.recording.operators import CONSTANTS, COPIED_ARGUMENTS, COPIES, HANDLERS, REDUCTIONS, ROWWISE, TABLES
@@ -46,7 +46,7 @@ class Recorder(OperatorMode):
         self.graph = Graph(module, ids)
         self.unfollowed: set[str] = set()
 
-    def handle(self, call: Call) -> Any:
+    def handle(self, call: OperatorCall) -> Any:
         result = call.run()
         try:
             self._follow(call, result)
@@ -56,7 +56,7 @@ class Recorder(OperatorMode):
                 self.graph.write(tensor, torch.full(tensor.shape, NO_ID))
         return result
 
-    def _follow(self, call: Call, result: Any) -> None:
+    def _follow(self, call: OperatorCall, result: Any) -> None:
         inputs, outputs = call.inputs, tensors(result)
         if not call.writes:  # a result in an input's storage is a view
             known = {tensor.untyped_storage()._cdata for tensor in inputs}
@@ -88,11 +88,11 @@ class Recorder(OperatorMode):
         for number, output in enumerate(outputs):
             alike = [ids for tensor, ids in known if tensor.shape == output.shape and tensor.is_floating_point()]
             if op in REDUCTIONS or number > 0:
-                ids = self.graph.add(Kind.REDUCTION, op, output.shape, *(ids for _, ids in known))
+                ids = self.graph.add(NodeKind.REDUCTION, op, output.shape, *(ids for _, ids in known))
             elif alike and (op in ROWWISE or output.is_floating_point()):
-                ids = self.graph.add(Kind.ROWWISE, op, output.shape, alike[0])
+                ids = self.graph.add(NodeKind.ROWWISE, op, output.shape, alike[0])
             else:
-                ids = self.graph.add(Kind.OTHER, op, output.shape, *(ids for _, ids in known))
+                ids = self.graph.add(NodeKind.OTHER, op, output.shape, *(ids for _, ids in known))
             self.graph.write(output, ids)
 
     def _changed_source(self, op: str, named: dict[str, Any]) -> tuple[Tensor, float, float] | None:
@@ -152,7 +152,7 @@ class Recorder(OperatorMode):
         axis = named.get("dim", axis) % table.ndim
         if by.shape != ids.shape:
             by = by.view([1] * axis + [*by.shape] + [1] * (ids.ndim - axis - by.ndim)).expand(ids.shape)
-        return self.graph.add(Kind.LOOKUP, op, ids.shape, ids, by, index=coordinates(axis))
+        return self.graph.add(NodeKind.LOOKUP, op, ids.shape, ids, by, index=coordinates(axis))
 
 
 def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:

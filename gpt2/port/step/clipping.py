@@ -59,7 +59,7 @@ def measure(kind: ClipKind, gradient: Gradient, name: str) -> float:
 
 
 @dataclass
-class Passage:
+class GradientPassage:
     """A gradient after the last backward pass (``held``), and at the update.
 
     ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value;
@@ -72,7 +72,7 @@ class Passage:
     odd: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, held: Gradient, used: Gradient) -> Passage:
+    def of(cls, held: Gradient, used: Gradient) -> GradientPassage:
         """Compare two gradients, parameter by parameter."""
         found = cls(held)
         for name in [name for name, one in held.items() if name in used and one.two != 0]:
@@ -118,7 +118,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     ``factor``: what they are always multiplied by; None: to be read from the last session, whose gradients are so small that no
     clipping bites.
     """
-    groups = [[Passage.of(one.held, one.gradient) for one in session if one.held] for session in sessions]
+    groups = [[GradientPassage.of(one.held, one.gradient) for one in session if one.held] for session in sessions]
     passages = [one for group in groups for one in group if one.ratios or one.clamped]
     reading = ClipReading(odd=list(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
     if not passages:
@@ -160,7 +160,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
     return reading
 
 
-def _outliers(passages: Sequence[Passage]) -> dict[str, float]:
+def _outliers(passages: Sequence[GradientPassage]) -> dict[str, float]:
     """Return the few parameters whose factor is always the same multiple of the others'."""
     found: dict[str, float] = {}
     first = passages[0].ratios

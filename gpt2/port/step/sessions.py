@@ -17,7 +17,7 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
-from gpt2.port.step.clipping import Passage
+from gpt2.port.step.clipping import GradientPassage
 from gpt2.port.step.loss import StepBatch
 from gpt2.port.step.records import Gradient, Sampled, Sampler, Update, Watched
 from gpt2.port.step.settings import StepSettings
@@ -226,7 +226,7 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
         """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
         if keeper not in update.gradient or not any(name in update.held for name in names):
             return False
-        return not Passage.of(Gradient({keeper: sum_of(update.held)}), update.gradient).odd
+        return not GradientPassage.of(Gradient({keeper: sum_of(update.held)}), update.gradient).odd
 
     equal = all(torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
     keeper = next((one for one in names if all(uses_sum(update, one) for update in updates)), None)

@@ -34,7 +34,7 @@ Tracks = dict[str, Track]
 
 
 @dataclass(frozen=True)
-class Way:
+class UpdateWay:
     """What updates use of gradients that ``.grad`` never holds: a share of their sum, clipped in a way that nothing shows."""
 
     share: float = 1.0
@@ -94,16 +94,16 @@ class StepMoves:
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
-    def _rule_of_most(self) -> tuple[Way, Rule, float]:
+    def _rule_of_most(self) -> tuple[UpdateWay, Rule, float]:
         """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
         parts = max(update.summed for session in self.sessions for update in session)
-        plain = Way(1 / parts if parts else 1.0)
+        plain = UpdateWay(1 / parts if parts else 1.0)
         found = (plain, *rules.recognised_rule(self._tracks(plain), self.settings))
         if not parts and found[2] <= ROUNDED:
             return found
         clips = [None, *([Clip(ClipKind.NORM, self.settings.clip)] if self.settings.clip else [])]
-        usual = [Way(share, clip) for share in dict.fromkeys((plain.share, 1.0)) for clip in clips]
-        explained: list[tuple[Way, Rule, float]] = []
+        usual = [UpdateWay(share, clip) for share in dict.fromkeys((plain.share, 1.0)) for clip in clips]
+        explained: list[tuple[UpdateWay, Rule, float]] = []
         for quick in (True, False):
             tried = [(way, *rules.recognised_rule(self._tracks(way), self.settings, quick)) for way in usual]
             tried += [one for kind in FREE for one in self._limited(plain, kind)] if quick else []
@@ -112,13 +112,13 @@ class StepMoves:
                 break
         return min(explained, key=self._oddness, default=found)
 
-    def _limited(self, plain: Way, kind: ClipKind) -> Iterator[tuple[Way, Rule, float]]:
+    def _limited(self, plain: UpdateWay, kind: ClipKind) -> Iterator[tuple[UpdateWay, Rule, float]]:
         """Yield AdamW with the limit of one kind of clipping that brings it nearest."""
         adam = next(rules.rule_table(self.settings))
         used = [(one.gradient, name) for some in self.sessions[:2] for one in some for name in self.chosen]
         sizes = [plain.share * (g[name].largest if kind is ClipKind.ENTRY else measure(kind, g, name)) for g, name in used]
 
-        def way(log: float) -> Way:
+        def way(log: float) -> UpdateWay:
             return replace(plain, clip=Clip(kind, math.exp(log)))
 
         def error(log: float) -> float:
@@ -133,15 +133,15 @@ class StepMoves:
             found = replace(plain, clip=Clip(kind, float(f"{math.exp(log):.7g}")))
             yield found, adam, rules.error_of(adam, self._tracks(found))
 
-    def _tracks(self, way: Way, session: int = 0) -> list[Track]:
+    def _tracks(self, way: UpdateWay, session: int = 0) -> list[Track]:
         return list(way.tracks(self.sessions[session], self.chosen).values())
 
-    def _explains(self, way: Way, rule: Rule, error: float) -> bool:
+    def _explains(self, way: UpdateWay, rule: Rule, error: float) -> bool:
         """Whether a rule gives the changes of all sessions."""
         later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
         return error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later)
 
-    def _oddness(self, found: tuple[Way, Rule, float]) -> tuple[bool, bool, bool]:
+    def _oddness(self, found: tuple[UpdateWay, Rule, float]) -> tuple[bool, bool, bool]:
         """Return what makes one of several answers unlikely: an unusual eps, rates that differ, an unusual limit."""
         way, rule, _ = found
         rates = rules.rates_of(self._tracks(way), rule)

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import RANDOM, Call, DeterministicMode, tensors
+from gpt2.port.recording.dispatch import RANDOM, DeterministicMode, OperatorCall, tensors
 from gpt2.port.step.records import HALVES, Backward, Forward, Gradient, Sampler, Update, Watched
 
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
@@ -78,7 +78,7 @@ class Watch(DeterministicMode):
         if not self.seen.updates and exchanged.changes:  # parameters that were exchanged, not written to
             self.seen.updates.append(replace(exchanged, gradient=left if left.total > 0 else exchanged.held))
 
-    def handle(self, call: Call) -> Any:
+    def handle(self, call: OperatorCall) -> Any:
         if call.name == UNSCALE:
             self.seen.unscaled *= float(call.args[2])
         if call.writes:
@@ -232,7 +232,7 @@ def _put_first(parameter: Tensor, handle: RemovableHandle) -> None:
     hooks.update(content)
 
 
-def _written(call: Call) -> list[Tensor]:
+def _written(call: OperatorCall) -> list[Tensor]:
     """Return the tensors that an operator writes into."""
     named = call.named
     schema = call.func._schema.arguments
