@@ -31,7 +31,6 @@ from gpt2.port.graph import ROWS, TEXT, Calls, Model, Program, Site
 from gpt2.port.recording.collecting import collect
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.causes import CAUSES
-from gpt2.port.terms.places import joined
 
 SIZES = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0}
 CONFIG = GPT2Config(n_positions=15, n_embd=12, n_layer=2, n_head=3, n_inner=20, **SIZES)
@@ -348,7 +347,7 @@ def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_an
     (wanted,) = whole.causes(CONFIG.n_layer)
     for dtype in (torch.float32, torch.float16)[: 1 + (level == "usual")]:
         said = gpt2.diagnose(dumped(whole.program, level, dtype), model())
-        assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, joined(wanted.places))], dtype
+        assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, wanted.where)], dtype
 
 
 @pytest.mark.slow
@@ -362,7 +361,7 @@ def test_a_large_model_is_searched_from_few_values(
     whole = whole_of(label, block)
     (wanted,) = whole.causes(CONFIG.n_layer)
     said = gpt2.diagnose(dumped(whole.program, level, torch.float64), model())
-    assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, joined(wanted.places))]
+    assert [(cause.id, cause.where) for cause in said.causes] == [(wanted.id, wanted.where)]
 
 
 def said_of(one: Alternative, calls: Calls, level: str) -> list[str]:

@@ -21,7 +21,6 @@ from gpt2.config import GPT2Config
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.walk import Walked, search
-from gpt2.port.terms.places import joined
 
 # All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)
@@ -118,7 +117,7 @@ def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable
 
 
 def causes_of(result: Walked) -> list[tuple[str, str]]:
-    return [(cause.id, joined(cause.places)) for cause in result.causes]
+    return [(cause.id, cause.where) for cause in result.causes]
 
 
 # Formulas that replace those of the port. What a formula is called, and where, is shown by test_alternatives.py and, in realistic

@@ -15,7 +15,7 @@ from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.recording.dataflow import Source
 from gpt2.port.terms.causes import Cause
-from gpt2.port.terms.places import Place, forward_rank, joined
+from gpt2.port.terms.places import Place, forward_rank
 from gpt2.port.terms.ranking import merge_blocks
 
 
@@ -43,7 +43,7 @@ class Remarks:
         unnormed = {place for cause in causes if cause.id in ("norm-missing", "final-norm-missing") for place in cause.places}
         listed = [cause for cause in (*causes, *self._missing(unnormed)) if cause.id != "extra-norm"]
         layers = self.mapping.config.n_layer
-        merged = sorted(merge_blocks(listed, layers), key=lambda cause: forward_rank(cause.places[0], layers))
+        merged = sorted(merge_blocks(listed, layers), key=lambda cause: forward_rank(cause.place, layers))
         self.problems += map(in_a_line, merged)
         left = "is a buffer and no parameter: it is left as it is"
         self._in_buffers = [f"your {part.part} ({name}) {left}" for part, name in self.mapping.in_buffers]
@@ -152,4 +152,4 @@ class Remarks:
 
 def in_a_line(cause: Cause) -> str:
     """Return a cause as a line of a report: its id, its places, and what the port does there."""
-    return f"{cause.id} at {joined(cause.places)}: {cause.detail}"
+    return f"{cause.id} at {cause.where}: {cause.detail}"

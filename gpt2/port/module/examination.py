@@ -358,7 +358,7 @@ def _refuted(cause: Cause, walked: Walked) -> bool:
 
 def _is_unread(cause: Cause, own: Own, state: Mapping[str, Tensor]) -> bool:
     """Return whether a cause is of rows of an embedding that no probe has read, and not of their means, which norms remove."""
-    if (stem := cause.places[0].stem) not in ("wte", "wpe"):
+    if (stem := cause.place.stem) not in ("wte", "wpe"):
         return False
     mine, ours = (table[f"{stem}.weight"] - table[f"{stem}.weight"].mean(-1, keepdim=True) for table in (own.weights, state))
     return worst_relative_error(mine, ours) > ROUNDED_CONSTANT

@@ -18,7 +18,7 @@ from gpt2.port.alternatives.rounding import NARROW
 from gpt2.port.mapping.departures import missing_entries
 from gpt2.port.mapping.reading import Own
 from gpt2.port.terms.causes import Cause
-from gpt2.port.terms.places import ALL_WEIGHTS, EVERY, Place, joined
+from gpt2.port.terms.places import ALL_WEIGHTS, EVERY, Place
 
 NORMS = "load h.N.ln_1 into the norm before attention, and h.N.ln_2 into the one before the feed-forward"
 MAX_KINDS = 4  # merge causes of one id in more kinds of parameters
@@ -99,14 +99,14 @@ class WeightComparison:
     def _combine_not_loaded(self) -> None:
         fresh = [cause for cause in self.causes if cause.id == "not-loaded"]
         matrices = {name for name, tensor in self.state.items() if tensor.ndim > 1}
-        self.blank = {cause.places[0].name for cause in fresh} >= matrices
-        if not self.blank and len({cause.places[0].pattern for cause in fresh}) <= MAX_KINDS:
+        self.blank = {cause.place.name for cause in fresh} >= matrices
+        if not self.blank and len({cause.place.pattern for cause in fresh}) <= MAX_KINDS:
             return
         self.causes = [cause for cause in self.causes if cause not in fresh]
-        layers = dict.fromkeys(cause.places[0].layer for cause in fresh if cause.places[0].layer is not None)
+        layers = dict.fromkeys(cause.place.layer for cause in fresh if cause.place.layer is not None)
         blocks = list(layers) if len(layers) < self.config.n_layer else [EVERY]
         places = (ALL_WEIGHTS,) if self.blank or not blocks else tuple(Place(block, "") for block in blocks)
-        some = ", ".join(joined(cause.places) for cause in fresh[:3])
+        some = ", ".join(cause.where for cause in fresh[:3])
         what = f"not the checkpoint's values in {len(fresh)} places ({some}, ...)"
         what = "none of the checkpoint's values" if self.blank else what
         words = f"your module holds {what}; {self._likeness.get(fresh[0].places, '')}"

@@ -59,15 +59,15 @@ def ranked(causes: Iterable[Cause], layers: int, effect: Callable[[Cause], float
     kept = [cause if cause.effect is not None else replace(cause, effect=effect(cause)) for cause in kept]
 
     def order(cause: Cause) -> tuple[object, ...]:
-        return cause.id != "not-deterministic", -(cause.effect or 0.0), forward_rank(cause.places[0], layers)
+        return cause.id != "not-deterministic", -(cause.effect or 0.0), forward_rank(cause.place, layers)
 
     return sorted(kept, key=order)
 
 
 def _is_seen_inside(cause: Cause, others: Iterable[Cause]) -> bool:
     """Return whether a row's logits depend on others by what a block does, which is named there."""
-    inside = (other.id == cause.id and other.places[0].layer is not None for other in others)
-    return cause.id == "batch-dependent" and cause.places[0].layer is None and any(inside)
+    inside = (other.id == cause.id and other.place.layer is not None for other in others)
+    return cause.id == "batch-dependent" and cause.place.layer is None and any(inside)
 
 
 def _one_cause_of_biases(causes: Iterable[Cause], layers: int) -> list[Cause]:
