@@ -1,20 +1,19 @@
 """``gpt2 explore``: show a forward pass as a page, served on loopback or written to a file."""
 
-from __future__ import annotations
-
-import argparse
-import socket
 from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_device, add_offline, add_set, save_page, write_result
-from gpt2.cli.serving import Answer, listen, serve
+from gpt2.checkpoint.names import DEFAULT
+from gpt2.cli.common import Status, save_page, set_option, write_result
+from gpt2.cli.serving import Answer, PageServer
 from gpt2.errors import InputError
+from gpt2.options import argument, changed, device_option, json_option, offline_option, option
 
 if TYPE_CHECKING:
     from gpt2.explore.lens import Explorer
 
-HELP = "look inside a forward pass: predictions by layer, attention by head"
 EXAMPLES = """\
   gpt2 explore                                        the embedded model: open the address it prints
   gpt2 explore gpt2 --prompt "The capital of France is"
@@ -25,26 +24,25 @@ EXAMPLES = """\
 The page shows the prompt's tokens, the predictions at every position and after every layer, and the attention of each head. It
 is served to this machine only, at a secret address, until Ctrl-C."""
 
-PORT = 8642
+
+@dataclass(frozen=True, kw_only=True)
+class ExploreSettings:
+    model: str = argument("which model", "MODEL", DEFAULT)
+    other: str | None = argument("a second model, shown beside it", "OTHER", None)
+    set: tuple[str, ...] = set_option()
+    prompt: str | None = option("the first text to show", "TEXT")
+    port: int = option("port to serve at; 0 takes a free one", "N", 8642)
+    html: str | None = option("write the page to FILE instead of serving it", "FILE")
+    offline: bool = offline_option()
+    device: str = device_option()
+    json: str | None = json_option()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "which model (default: %(default)s)"
-    parser.add_argument("model", nargs="?", default="shakespeare-mini", metavar="MODEL", help=help)
-    parser.add_argument("other", nargs="?", metavar="OTHER", help="a second model, shown beside it")
-    add_set(parser)
-    parser.add_argument("--prompt", metavar="TEXT", help="the first text to show")
-    parser.add_argument("--port", type=int, metavar="N", help=f"port to serve at; 0 takes a free one (default: {PORT})")
-    parser.add_argument("--html", metavar="FILE", help="write the page to FILE instead of serving it")
-    add_offline(parser)
-    add_device(parser)
-
-
-def run(args: argparse.Namespace) -> int:
+def run(args: ExploreSettings) -> int:
     writes = bool(args.html or args.json)
-    if writes and args.port is not None:
+    if writes and changed(args, "port"):
         raise InputError("--port has no effect with --html or --json, which write files and serve nothing; leave it out")
-    with listen(PORT if args.port is None else args.port) if not writes else socket.socket() as listening:
+    with nullcontext() if writes else PageServer(args.port) as server:
         from gpt2.explore.lens import PROMPT, explorer
 
         status = Status("loading")
@@ -53,15 +51,15 @@ def run(args: argparse.Namespace) -> int:
             status.clear()
             prompt = PROMPT if args.prompt is None else args.prompt
             lens = opened.look(prompt)  # reports a bad prompt before a browser asks
-            if not writes:
-                serve("gpt2 explore", answers(opened, prompt), listening)
+            if server is not None:
+                server.serve(answers(opened, prompt))
     save_page(args.html, lens.save_html)
     if args.json:
         write_result(args.json, lens.to_json, lambda: None)
     return 0
 
 
-def answers(opened: Explorer, prompt: str) -> Answer:
+def answers(opened: "Explorer", prompt: str) -> Answer:
     """Return what answers a query: the page of its prompt, of ``prompt`` without one."""
     from gpt2.explore.lens_page import error_page, page
 
