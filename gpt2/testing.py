@@ -34,8 +34,8 @@ def assert_same(
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
     from gpt2.comparison.pairs import compare_sides
-    from gpt2.comparison.passage import Settings
     from gpt2.comparison.results import Comparison
+    from gpt2.comparison.settings import Settings
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")

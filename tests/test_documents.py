@@ -17,7 +17,7 @@ from PIL import Image
 from support import forks
 
 import gpt2
-from gpt2.cli.main import COMMANDS, parser
+from gpt2.cli.main import COMMANDS, file_of, parser
 from gpt2.port.terms.causes import document
 
 ROOT = Path(__file__).parents[1]
@@ -183,7 +183,7 @@ NEEDS = {
 
 def examples() -> list[str]:
     """The commands in the examples of every help, without the comments beside them."""
-    lines = [line for command in COMMANDS for line in command.EXAMPLES.splitlines() if line.startswith("  ")]
+    lines = [line for command in COMMANDS for line in file_of(command).EXAMPLES.splitlines() if line.startswith("  ")]
     return [re.split(r" {3,}", line.strip())[0] for line in lines if re.search(r"^  (gpt2|torchrun|echo) ", line)]
 
 
@@ -192,7 +192,6 @@ def needs(example: str) -> str | None:
     return next((why for pattern, why in NEEDS.items() if re.search(pattern, command)), None)
 
 
-PARSER = parser()
 IN_README = [command for command, _ in shown() if command.startswith("gpt2")]
 IN_README += [command for command in re.findall(r"`(gpt2 [a-z][^`]*)`", README) if "..." not in command]
 
@@ -201,7 +200,7 @@ IN_README += [command for command in re.findall(r"`(gpt2 [a-z][^`]*)`", README) 
 def test_every_command_shown_parses(example: str) -> None:
     """A newcomer copies commands from the README and the help first."""
     words = shlex.split(example.partition("gpt2 ")[2])
-    assert example.startswith("torchrun") or words[-1] == "--help" or PARSER.parse_args(words).run
+    assert example.startswith("torchrun") or words[-1] == "--help" or parser(words).parse_args(words)
 
 
 def options(example: str) -> set[str]:
@@ -219,7 +218,7 @@ LESS = {"compare": ["--tokens", "200"], "verify": ["--quick"], "bench": ["--pair
 def test_every_command_s_help_has_examples_that_are_run() -> None:
     """The list of exceptions must leave at least one example to run for every command."""
     ran = {example.rpartition("gpt2 ")[2].split()[0] for example in RUN}
-    assert ran >= {command.__name__.rpartition(".")[2].removesuffix("_command") for command in COMMANDS}, RUN
+    assert ran >= COMMANDS.keys(), RUN
     assert len(RUN) >= 14
 
 

@@ -1,10 +1,10 @@
 """``gpt2 bench``: measure the speed on this machine, of our implementation and of transformers."""
 
-import argparse
+from dataclasses import dataclass
 
-from gpt2.cli.common import Status, add_device, add_model, say, write_result
+from gpt2.cli.common import ModelSettings, Status, say, write_result
+from gpt2.options import device_option, json_option, option, pick
 
-HELP = "time loading, prefill, decode and a training step against transformers"
 EXAMPLES = """\
   gpt2 bench                                      the embedded model, in seconds
   gpt2 bench random:gpt2                          the official shape with random weights; no download
@@ -16,20 +16,21 @@ Both implementations run in turn in one process, with the same weights and threa
 the number of threads with OMP_NUM_THREADS. The exit code is 0 whatever the result."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_device(parser, "where both run")
-    parser.add_argument("--pairs", type=int, default=5, metavar="N", help="measurements of each (default: %(default)s)")
-    parser.add_argument("--batch", type=int, default=1, metavar="B", help="rows at a time (default: %(default)s)")
-    parser.add_argument("--context", type=int, default=128, metavar="T", help="tokens of a prompt (default: %(default)s)")
-    parser.add_argument("--tokens", type=int, default=32, metavar="N", help="tokens to decode after it (default: %(default)s)")
+@dataclass(frozen=True, kw_only=True)
+class BenchSettings(ModelSettings):
+    device: str = device_option("where both run")
+    pairs: int = option("measurements of each", "N", 5)
+    batch: int = option("rows at a time", "B", 1)
+    context: int = option("tokens of a prompt", "T", 128)
+    tokens: int = option("tokens to decode after it", "N", 32)
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: BenchSettings) -> int:
     with Status(f"opening {args.model}") as status:
         from gpt2.bench import bench
 
-        sizes = {"pairs": args.pairs, "batch": args.batch, "context": args.context, "tokens": args.tokens}
-        result = bench(args.model, **sizes, device=args.device, revision=args.revision, offline=args.offline, progress=status)
+        how = pick(args, "pairs", "batch", "context", "tokens", "device", "revision", "offline")
+        result = bench(args.model, **how, progress=status)
     write_result(args.json, result.to_json, lambda: say(result.table()))
     return 0

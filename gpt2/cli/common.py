@@ -1,6 +1,5 @@
 """Functions shared by the commands: common arguments, progress on stderr, and output of results."""
 
-import argparse
 import io
 import json
 import os
@@ -8,70 +7,55 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
+from dataclasses import dataclass, fields, replace
+from typing import Any, Self, TypeVar
 
+from gpt2.checkpoint.names import DEFAULT
 from gpt2.config import ACTIVATIONS
 from gpt2.errors import InputError, printable, user_path
+from gpt2.options import argument, offline_option, option, revision_option
 
+S = TypeVar("S", bound=Any)
 JSON_VERSION = 3  # rises when a key is removed or changes its meaning (AGENTS.md)
 
 
-def seed(text: str) -> int:
-    """Parse ``--seed``: a number that every random generator here accepts."""
-    number = int(text)
-    if not 0 <= number < 2**63:
-        raise argparse.ArgumentTypeError("a seed is a whole number from 0 to 2**63 - 1")
-    return number
+def set_option(own: str = "") -> Any:
+    """Return ``--set``: the activation of a model, and the command's ``own`` settings, which it then reads itself."""
+    help = f"{own}activation_function=NAME of a checkpoint that does not say it, such as nanoGPT's"
+    return option(help, "KEY=VALUE", (), own=own)
 
 
-def add_model(parser: argparse.ArgumentParser, *, required: bool = False, settings: str = "") -> None:
-    if required:
-        parser.add_argument("model", metavar="MODEL", help="which model")
-    else:
-        default = "which model (default: %(default)s)"
-        parser.add_argument("model", nargs="?", default="shakespeare-mini", metavar="MODEL", help=default)
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
-    add_set(parser, settings)
-    add_offline(parser)
+@dataclass(frozen=True, kw_only=True)
+class ModelSettings:
+    """What every command takes that reads one model."""
+
+    model: str = argument("which model", "MODEL", DEFAULT)
+    revision: str | None = revision_option()
+    set: tuple[str, ...] = set_option()
+    offline: bool = offline_option()
 
 
-def add_set(parser: argparse.ArgumentParser, settings: str = "") -> None:
-    """Add ``--set``, for the activation of a model, and for the command's own ``settings`` if it names some."""
-    help = f"{settings}activation_function=NAME of a checkpoint that does not say it, such as nanoGPT's"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    parser.set_defaults(settings=bool(settings))
-
-
-def name_activation(args: argparse.Namespace) -> None:
+def with_activation(settings: S) -> S:
     """Move ``--set activation_function=NAME`` into the names of the models. Raises InputError: no activation, or no setting."""
-    key = "activation_function="
-    chosen, others = ([each for each in getattr(args, "set", ()) if each.startswith(key) == own] for own in (True, False))
-    if others and not getattr(args, "settings", True):
+    key, by_name = "activation_function=", {each.name: each for each in fields(settings)}
+    given = settings.set if "set" in by_name else ()
+    chosen = [each.removeprefix(key) for each in given if each.startswith(key)]
+    others = tuple(each for each in given if not each.startswith(key))
+    if others and by_name["set"].metadata.get("own") == "":
         raise InputError(f"--set {others[0]}: the one setting here is {key}NAME; leave it out")
-    for name in (each.removeprefix(key) for each in chosen):
+    for name in chosen:
         if name not in ACTIVATIONS:
             raise InputError(f"--set {key}{name}: is no activation known here; give one of {', '.join(ACTIVATIONS)}")
-        for model in ("model", "other", "init"):
-            if getattr(args, model, None) is not None:
-                setattr(args, model, f"{getattr(args, model)}:{name}")
-        for side in ("a", "b"):  # of compare, which takes other things than models
-            given: str = getattr(args, side, None) or ""
-            if given and os.path.exists(user_path(given.removeprefix("hf/"))):
-                setattr(args, side, f"{given}:{name}")
-        args.set = others
+    if not chosen:
+        return settings
+    models = {name: model for name in ("model", "other", "init", "a", "b") if (model := getattr(settings, name, None))}
+    for side in ("a", "b"):  # of compare, which takes other things than models
+        if side in models and not os.path.exists(user_path(models[side].removeprefix("hf/"))):
+            del models[side]
+    return replace(settings, set=others, **{field: ":".join([model, *chosen]) for field, model in models.items()})
 
 
-def add_offline(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--offline", action="store_true", help="make no request; use what the cache holds")
-
-
-def add_device(parser: argparse.ArgumentParser, what: str = "where the model runs", default: str | None = "cpu") -> None:
-    shown = "" if default is None else " (default: %(default)s)"
-    help = f"{what}: cpu, cuda, cuda:1, mps, or auto for the first of cuda, mps and cpu that is here{shown}"
-    parser.add_argument("--device", default=default, metavar="D", help=help)
-
-
-def require_writable(flag: str, target: str | None) -> None:
+def require_writable(flag: str, target: str | os.PathLike[str] | None) -> None:
     """Raise InputError if a result cannot be written; called before the computation."""
     if target is None or (target == "-" and flag == "--json"):
         return

@@ -1,19 +1,20 @@
 """``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
-import argparse
 import json
 import math
 import re
 import shutil
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, add_device, add_offline, say, write_result
+from gpt2.checkpoint.names import DEFAULT
+from gpt2.cli.common import Status, say, write_result
 from gpt2.errors import InputError
+from gpt2.options import argument, device_option, json_option, offline_option, option, pick, revision_option
 
 if TYPE_CHECKING:
     from gpt2.port.terms.report import Diagnosis
 
-HELP = "say why somebody's GPT-2 is almost right: where, what, and the fix"
 EXAMPLES = """\
   gpt2 diagnose port.py:build                        against the embedded checkpoint
   gpt2 diagnose port.py:build --model gpt2           against the official weights
@@ -60,24 +61,25 @@ repository and of the installed package.
 With def build(): the weights are put in for you, as gpt2.load_into does. The file is run: diagnose only files you trust.
 
 exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
+WHAT = "a Python file and the function in it that returns the module, a dump of arrays, or another checkpoint"
+DEVICE = "diagnose on the CPU as always, then judge this device on the model's shapes as gpt2 verify does"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "a Python file and the function in it that returns the module, a dump of arrays, or another checkpoint"
-    parser.add_argument("what", nargs="?", metavar="WHAT", help=help)
-    parser.add_argument("--step", metavar="FILE.py:make_step", help="diagnose a training step of the module that WHAT builds")
-    help = "with --step: what a step should do, as in optim.lr=3e-4; may be repeated"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    parser.add_argument("--run", dest="program", metavar="CMD", help="in place of WHAT: a program that writes a dump")
-    parser.add_argument("--model", default="shakespeare-mini", metavar="MODEL", help="the right weights (default: %(default)s)")
-    parser.add_argument("--revision", metavar="REV", help="branch, tag or commit of a Hub repository")
-    add_offline(parser)
-    add_device(parser, "diagnose on the CPU as always, then judge this device on the model's shapes as gpt2 verify does", None)
-    help = "seconds for a file's import, build and first forward, or for a program (default: %(default)g)"
-    parser.add_argument("--timeout", type=float, default=60.0, metavar="S", help=help)
+@dataclass(frozen=True, kw_only=True)
+class DiagnoseSettings:
+    what: str | None = argument(WHAT, "WHAT", None)
+    step: str | None = option("diagnose a training step of the module that WHAT builds", "FILE.py:make_step")
+    set: tuple[str, ...] = option("with --step: what a step should do, as in optim.lr=3e-4; may be repeated", "KEY=VALUE", ())
+    run: str | None = option("in place of WHAT: a program that writes a dump", "CMD")
+    model: str = option("the right weights", "MODEL", DEFAULT)
+    revision: str | None = revision_option()
+    offline: bool = offline_option()
+    device: str | None = device_option(DEVICE, None)
+    timeout: float = option("seconds for a file's import, build and first forward, or for a program", "S", 60.0)
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: DiagnoseSettings) -> int:
     if not 0 < args.timeout < math.inf:
         raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
     where = None
@@ -107,30 +109,28 @@ def run(args: argparse.Namespace) -> int:
     return (0 if diagnosis.ok and device.ok else 1) if code is None else code
 
 
-def _diagnosis(args: argparse.Namespace) -> "Diagnosis":
-    if (args.what is None) == (args.program is None):
+def _diagnosis(args: DiagnoseSettings) -> "Diagnosis":
+    if (args.what is None) == (args.run is None):
         both = "not both" if args.what else "such as port.py:build, dump.npz, or --run 'python port.py {ids} {out}'"
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
+    given = pick(args, "revision", "offline")
     if args.set and args.step is None:
         raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
-    if args.program is not None:
+    if args.run is not None:
         if args.step is not None:
             raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
         from gpt2.port.diagnosis.programs import diagnose_program
 
-        how = {"timeout": args.timeout, "revision": args.revision, "offline": args.offline}
-        with Status(f"running {args.program}") as status:
-            return diagnose_program(args.program, args.model, **how, progress=status)
+        with Status(f"running {args.run}") as status:
+            return diagnose_program(args.run, args.model, timeout=args.timeout, **given, progress=status)
+    import gpt2
+    from gpt2.port.diagnosis.runner import run
     from gpt2.port.step.settings import StepSettings
 
     StepSettings.parse(args.set)  # a misspelt key is refused before anything is read or built
-    given = {"revision": args.revision, "offline": args.offline}
-    if args.step is None and not re.search(r"\.py(:.*)?$", args.what):
-        import gpt2
-
-        with Status(f"reading {args.what}") as status:
-            return gpt2.diagnose(args.what, args.model, **given, progress=status)
-    from gpt2.port.diagnosis.runner import run
-
-    with Status(f"running {args.step or args.what}") as status:
-        return run(args.what, args.model, step=args.step, settings=args.set, timeout=args.timeout, **given, progress=status)
+    what: Any = args.what
+    if args.step is None and not re.search(r"\.py(:.*)?$", what):
+        with Status(f"reading {what}") as status:
+            return gpt2.diagnose(what, args.model, **given, progress=status)
+    with Status(f"running {args.step or what}") as status:
+        return run(what, args.model, settings=args.set, **pick(args, "step", "timeout"), **given, progress=status)

@@ -1,21 +1,18 @@
 """``gpt2 export``: write a model as a directory that other programs open."""
 
-from __future__ import annotations
-
-import argparse
 import re
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import Status, add_model, size, write_result
+from gpt2.cli.common import ModelSettings, Status, size, write_result
 from gpt2.errors import InputError, printable
+from gpt2.options import argument, json_option, option, pick
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.checkpoint import Checkpoint
     from gpt2.checkpoint.export import Export
 
-HELP = "write a model as a directory that other programs open"
 EXAMPLES = """\
   gpt2 export shakespeare-mini out/hf                        the embedded model
   gpt2 export gpt2 out/gpt2                                  for transformers, vLLM, CTranslate2 and llama.cpp's converter
@@ -37,28 +34,30 @@ differs. The file is run: export only files you trust.
 its logits may differ from the model's by what the type and the program's own rounding explain, and no more.
 
 exit code: 0, 1 if --check finds a difference, 2 if it cannot be exported"""
+TYPE = "how GGUF stores the matrices (default: in the model's dtype); the other formats keep the model's dtype"
+KEEP = "parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, required=True)
-    parser.add_argument("directory", metavar="DIR", help="folder to write; files of the same names are replaced")
-    parser.add_argument("--format", default="hf", choices=("hf", "gguf", "llmc"), help="(default: %(default)s)")
-    help = "how GGUF stores the matrices (default: in the model's dtype); the other formats keep the model's dtype"
-    parser.add_argument("--type", choices=("f32", "f16", "bf16", "q8_0"), help=help)
-    help = "parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte (gpt2 compare --blame says which)"
-    parser.add_argument("--keep", type=lambda text: tuple(text.split(",")), default=(), metavar="PARTS", help=help)
-    parser.add_argument("--like", metavar="FILE.py:build", help="the module that MODEL's tensors belong to, by its own names")
-    parser.add_argument("--check", action="store_true", help="open the result in every installed program; exit 1 if one differs")
+@dataclass(frozen=True, kw_only=True)
+class ExportSettings(ModelSettings):
+    model: str = argument("which model", "MODEL")
+    directory: str = argument("folder to write; files of the same names are replaced", "DIR")
+    format: str = option("", default="hf", choices=("hf", "gguf", "llmc"))
+    type: str | None = option(TYPE, choices=("f32", "f16", "bf16", "q8_0"))
+    keep: str | None = option(KEEP, "PARTS")
+    like: str | None = option("the module that MODEL's tensors belong to, by its own names", "FILE.py:build")
+    check: bool = option("open the result in every installed program; exit 1 if one differs", default=False)
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: ExportSettings) -> int:
     from gpt2.checkpoint.export import export
 
     check = None
     with Status(f"exporting {args.model}") as status:
-        options = {name: getattr(args, name) for name in ("format", "type", "keep", "revision", "offline")}
+        options = pick(args, "format", "type", "revision", "offline")
         source, notes = _source(args)
-        done = export(source, args.directory, **options)
+        done = export(source, args.directory, keep=args.keep.split(",") if args.keep is not None else (), **options)
         done = replace(done, notes=notes + done.notes)
         if args.check:
             from gpt2.comparison.exported import check_export
@@ -73,7 +72,7 @@ def run(args: argparse.Namespace) -> int:
     return 0 if check is None or check.ok else 1
 
 
-def _source(args: argparse.Namespace) -> tuple[str | Checkpoint, tuple[str, ...]]:
+def _source(args: ExportSettings) -> tuple["str | Checkpoint", tuple[str, ...]]:
     """Return the model's name, or the checkpoint that a module of ``FILE.py:build`` becomes, and notes on that."""
     from gpt2.comparison.sides.opening import PORT
     from gpt2.comparison.sides.port import PortSide
@@ -94,7 +93,7 @@ def _source(args: argparse.Namespace) -> tuple[str | Checkpoint, tuple[str, ...]
     return replace(checkpoint, name=args.model), said + checkpoint.notes
 
 
-def _with_card(done: Export, args: argparse.Namespace) -> Export:
+def _with_card(done: "Export", args: ExportSettings) -> "Export":
     """Write the export's model card beside the files; return the export with it, or with a note why there is none."""
     from gpt2.checkpoint.card import of_export, write_card
     from gpt2.checkpoint.describe import File
@@ -109,7 +108,7 @@ def _with_card(done: Export, args: argparse.Namespace) -> Export:
     return replace(done, files=(*done.files, File.of(Path(done.directory, CARD))))
 
 
-def _text(done: Export) -> str:
+def _text(done: "Export") -> str:
     lines = [f"{done.model} -> {done.directory}  {done.format}, {done.type}, {done.config.num_parameters():,} parameters"]
     lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256}" for file in done.files]
     lines += [f"  note: {note}" for note in done.notes]

@@ -1,17 +1,15 @@
 """``gpt2 generate``: continue a prompt, printed token by token."""
 
-from __future__ import annotations
-
-import argparse
 import codecs
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, add_device, add_model, nobody_reads, say, seed, write_result
+from gpt2.cli.common import ModelSettings, Status, nobody_reads, say, write_result
 from gpt2.errors import InputError, require_memory
+from gpt2.options import device_option, json_option, option, pick, seed_option
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -20,7 +18,6 @@ if TYPE_CHECKING:
     from gpt2.model import GPT2
     from gpt2.sampling import Sampling
 
-HELP = "continue a prompt, streamed to stdout"
 EXAMPLES = """\
   gpt2 generate --prompt 'ROMEO:'                       the embedded model
   gpt2 generate --prompt 'ROMEO:' --temperature 0       greedy: always the likeliest token
@@ -31,34 +28,34 @@ EXAMPLES = """\
   gpt2 generate out/finetune-chat/best --chat           questions on the terminal, until Ctrl-D
   gpt2 generate out/finetune-chat/best --chat --prompt 'Who is it?' --prompt 'And now?'    two turns
   echo 'JULIET:' | gpt2 generate --prompt - --max-new-tokens 200"""
+PROMPT = "text to continue; - reads stdin (default: a new line). With --chat a question, and may be repeated"
+CHAT = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
+SPECIAL = "read the text of a special token in the prompt, such as <|endoftext|>, as that token, and show those written"
+STOP = "end with the token that completes TEXT; may be repeated (the end-of-text tokens of the model always end)"
+DRAFT = "speculative decoding: a smaller model of the same vocabulary that proposes tokens for the large one to check"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    add_device(parser)
-    prompt = "text to continue; - reads stdin (default: a new line). With --chat a question, and may be repeated"
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help=prompt)
-    chat = "answer questions in the format that the model was fine-tuned on; without --prompt, each line of stdin is one"
-    special = "read the text of a special token in the prompt, such as <|endoftext|>, as that token, and show those written"
-    parser.add_argument("--no-prompt", action="store_true", help="show only what the model writes, without the prompt before it")
-    parser.add_argument("--special", action="store_true", help=special)
-    parser.add_argument("--chat", action="store_true", help=chat)
-    parser.add_argument("--max-new-tokens", type=int, default=200, metavar="N", help="(default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.8, metavar="T", help="0 is greedy (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, metavar="K", help="sample among the K likeliest tokens")
-    parser.add_argument("--top-p", type=float, metavar="P", help="sample among the likeliest tokens that reach probability P")
-    parser.add_argument("--min-p", type=float, metavar="P", help="drop tokens less likely than P times the likeliest")
-    penalty = "above 1, tokens of the text so far become less likely (default: %(default)s)"
-    parser.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help=penalty)
-    stop = "end with the token that completes TEXT; may be repeated (the end-of-text tokens of the model always end)"
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help=stop)
-    parser.add_argument("--samples", type=int, default=1, metavar="N", help="continue the prompt N times, in one batch")
-    parser.add_argument("--seed", type=seed, help="seeds the sampling, so that it can be repeated")
-    draft = "speculative decoding: a smaller model of the same vocabulary that proposes tokens for the large one to check"
-    parser.add_argument("--draft", metavar="MODEL", help=draft)
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(ModelSettings):
+    device: str = device_option()
+    prompt: tuple[str, ...] = option(PROMPT, "TEXT", ())
+    no_prompt: bool = option("show only what the model writes, without the prompt before it", default=False)
+    special: bool = option(SPECIAL, default=False)
+    chat: bool = option(CHAT, default=False)
+    max_new_tokens: int = option("", "N", 200)
+    temperature: float = option("0 is greedy", "T", 0.8)
+    top_k: int | None = option("sample among the K likeliest tokens", "K")
+    top_p: float | None = option("sample among the likeliest tokens that reach probability P", "P")
+    min_p: float | None = option("drop tokens less likely than P times the likeliest", "P")
+    repetition_penalty: float = option("above 1, tokens of the text so far become less likely", "X", 1.0)
+    stop: tuple[str, ...] = option(STOP, "TEXT", ())
+    samples: int = option("continue the prompt N times, in one batch", "N", 1)
+    seed: int | None = seed_option("seeds the sampling, so that it can be repeated", default=None)
+    draft: str | None = option(DRAFT, "MODEL")
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: GenerateSettings) -> int:
     if args.max_new_tokens < 0:
         raise InputError(f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
     if args.samples < 1:
@@ -67,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         raise InputError("--samples: a conversation has one answer to each question; leave it or --chat out")
     if args.chat and args.special:
         raise InputError("--special: the questions of a conversation are ordinary text; leave it or --chat out")
-    if not args.chat and len(args.prompt or ()) > 1:
+    if not args.chat and len(args.prompt) > 1:
         raise InputError("--prompt is given twice; give one text to continue, or several questions with --chat")
     with Status(f"loading {args.model}"):
         import torch
@@ -77,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
         from gpt2.generation import check_draft
         from gpt2.sampling import Sampling
 
-        sampling = Sampling(args.temperature, args.top_k, args.top_p, args.min_p, args.repetition_penalty)  # before loading
+        sampling = Sampling(**pick(args, "temperature", "top_k", "top_p", "min_p", "repetition_penalty"))  # before loading
 
         tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
         answers = tokenizer.chat is not None and tokenizer.eot is not None
@@ -99,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     if args.chat and tokenizer.chat is not None:
         body, count = _answer(_questions(args.prompt), writer, tokenizer.chat, model.config.n_positions // 2)
     else:
-        body, count = _continue(_text((args.prompt or ["\n"])[0]), writer)
+        body, count = _continue(_text(args.prompt[0] if args.prompt else "\n"), writer)
     seconds = time.perf_counter() - started
     body = {"model": args.model, "draft": args.draft, **body, **asdict(sampling), "seed": args.seed}
     body |= {"stop": args.stop, "seconds": seconds}
@@ -112,14 +109,14 @@ class _Writer:
     """Continues ids, and prints the text as it comes unless stdout is for JSON."""
 
     def __init__(
-        self, args: argparse.Namespace, tokenizer: Tokenizer, decoder: Decoder, sampling: Sampling, draft: GPT2 | None
+        self, args: GenerateSettings, tokenizer: "Tokenizer", decoder: "Decoder", sampling: "Sampling", draft: "GPT2 | None"
     ) -> None:
         from gpt2.generation import StopText, rows_with_tokens
 
         self.args, self.tokenizer, self.decoder, self.sampling = args, tokenizer, decoder, sampling
-        self.how = {"seed": args.seed, "draft": draft, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
+        self.how: dict[str, Any] = {"seed": args.seed, "draft": draft, "rows": rows_with_tokens(tokenizer, decoder.model.config)}
         self.hidden = set() if args.special else set(tokenizer.special_tokens.values())
-        self.stop = StopText(tokenizer, tuple(args.stop))
+        self.stop = StopText(tokenizer, args.stop)
 
     def show(self, text: str, end: str = "") -> None:
         if self.args.json != "-":
@@ -185,7 +182,7 @@ def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
     return body, sum(map(len, rows))
 
 
-def _answer(questions: Iterable[str], writer: _Writer, chat: ChatFormat, most: int) -> tuple[dict[str, Any], int]:
+def _answer(questions: Iterable[str], writer: _Writer, chat: "ChatFormat", most: int) -> tuple[dict[str, Any], int]:
     """Answer each question after the turns before it, of which at most ``most`` tokens are read; return as :func:`_continue`."""
     turns: list[tuple[str, list[int]]] = []
     report = []
@@ -199,9 +196,9 @@ def _answer(questions: Iterable[str], writer: _Writer, chat: ChatFormat, most: i
     return {"turns": report}, sum(len(new) for _, new in turns)
 
 
-def _questions(prompts: list[str] | None) -> Iterator[str]:
+def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
     """Yield the questions of --prompt, or else each line of stdin that is not empty, until its end."""
-    if prompts is not None:
+    if prompts:
         yield from map(_text, prompts)
         return
     asks = sys.stdin.isatty()

@@ -1,19 +1,16 @@
 """``gpt2 info``: show a checkpoint's config, parameters, files and memory needs."""
 
-from __future__ import annotations
-
-import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import add_model, size, write_result
+from gpt2.cli.common import ModelSettings, size, write_result
 from gpt2.errors import printable
+from gpt2.options import json_option
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.describe import Description
 
-HELP = "show config, parameters by part, files with sha256, and memory needed"
 EXAMPLES = """\
   gpt2 info                          the embedded checkpoint
   gpt2 info gpt2-medium              an official one, from the Hub or its cache
@@ -21,11 +18,12 @@ EXAMPLES = """\
   gpt2 info random:gpt2-xl:bf16      the memory that a size needs; no file is read"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
+@dataclass(frozen=True, kw_only=True)
+class InfoSettings(ModelSettings):
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: InfoSettings) -> int:
     from gpt2.checkpoint.describe import describe
 
     description = describe(args.model, revision=args.revision, offline=args.offline)
@@ -33,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _json(description: Description) -> str:
+def _json(description: "Description") -> str:
     from gpt2.measure.environment import environment
 
     body = {
@@ -50,7 +48,7 @@ def _json(description: Description) -> str:
     return json.dumps(body, indent=2)
 
 
-def _text(description: Description) -> str:
+def _text(description: "Description") -> str:
     config, total = description.config, description.config.num_parameters()
     lines = [printable(description.name, one_line=True) + (f" @ {description.revision}" if description.revision else "")]
     lines += [f"  {printable(description.path, one_line=True)}"] if description.path else []

@@ -8,19 +8,31 @@ import re
 import signal
 import sys
 import textwrap
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from types import ModuleType
+from typing import Any, NoReturn, get_type_hints
 
 from gpt2 import __version__
 from gpt2.cli import EARLY
-from gpt2.cli.common import name_activation, outlasting_readers, require_writable
+from gpt2.cli.common import outlasting_readers, require_writable, with_activation
 from gpt2.cli.gone import require_none_gone
-from gpt2.config import number
 from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable
+from gpt2.options import add_options, read
 
-NAMES = ("info", "verify", "compare", "explore", "diagnose", "trace", "generate", "train", "export", "publish", "bench")
-COMMANDS = tuple(import_module(f"gpt2.cli.{name}_command") for name in NAMES)
+COMMANDS = {
+    "info": "show config, parameters by part, files with sha256, and memory needed",
+    "verify": "check that our model equals transformers' on the same weights",
+    "compare": "measure how models differ, from weights to words",
+    "explore": "look inside a forward pass: predictions by layer, attention by head",
+    "diagnose": "say why somebody's GPT-2 is almost right: where, what, and the fix",
+    "trace": "write every intermediate of the reference on a few tokens, to compare another program with",
+    "generate": "continue a prompt, streamed to stdout",
+    "train": "train from scratch or fine-tune, with a recipe",
+    "export": "write a model as a directory that other programs open",
+    "publish": "send a model and its card to the Hub, in one commit",
+    "bench": "time loading, prefill, decode and a training step against transformers",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -28,7 +40,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message, re.DOTALL):
-            message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], NAMES)}"
+            message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], COMMANDS)}"
         elif wrong := re.match(r"unrecognized arguments: (--[^\s=]+)", message):
             message += did_you_mean(wrong[1], re.findall(r"--[\w-]+", self.format_help()))
         raise InputError(f"{message}; see {self.prog} --help")
@@ -60,7 +72,8 @@ class Help(argparse.RawDescriptionHelpFormatter):
         return "\n".join(lines).rstrip()
 
 
-def parser() -> argparse.ArgumentParser:
+def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
+    """Return the parser of a command line; of the commands, only the one that is given knows its options."""
     top = Parser(
         prog="gpt2",
         description="Load GPT-2 checkpoints, prove them equal to transformers, say where models differ and why, generate, and "
@@ -75,31 +88,23 @@ def parser() -> argparse.ArgumentParser:
     help = 'print what makes the Tab key complete gpt2\'s commands, as in: eval "$(gpt2 --completion bash)"'
     top.add_argument("--completion", choices=("bash", "zsh", "fish"), help=help)
     commands = top.add_subparsers(title="commands", dest="command", metavar="COMMAND")
-    for name, command in zip(NAMES, COMMANDS, strict=True):
-        parser = commands.add_parser(
-            name,
-            help=command.HELP,
-            description=f"{command.HELP[0].upper()}{command.HELP[1:]}.",
-            epilog=f"examples:\n{command.EXAMPLES}",
-            formatter_class=Help,
-        )
-        parser.register("type", int, whole)
-        command.add_arguments(parser)
-        help = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
-        parser.add_argument("--json", metavar="FILE", help=help)
-        parser.set_defaults(run=command.run, refuse=parser.error)
+    every = bool(words) and words[0].startswith("--c")  # --completion
+    for name, help in COMMANDS.items():
+        parser = commands.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", formatter_class=Help)
+        parser.set_defaults(parser=parser)
+        if every or name in words:  # the others' files are not read
+            parser.epilog = f"examples:\n{file_of(name).EXAMPLES}"
+            add_options(parser, settings_of(name))
     return top
 
 
-def whole(text: str) -> int:
-    """Parse a whole number of the command line that fits 64 bits."""
-    try:
-        found: int | None = number(int(text), int)
-    except ValueError:
-        found = None
-    if found is None:
-        raise argparse.ArgumentTypeError(f"invalid int value: {text[:40]!r}")
-    return found
+def file_of(command: str) -> ModuleType:
+    return import_module(f"gpt2.cli.{command}_command")
+
+
+def settings_of(command: str) -> type:
+    """Return the dataclass that a command's ``run`` takes."""
+    return get_type_hints(file_of(command).run)["args"]
 
 
 def complete(top: argparse.ArgumentParser, shell: str) -> int:
@@ -130,23 +135,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")
-    top, name, words = parser(), "gpt2", list(sys.argv[1:] if argv is None else argv)
+    words, name = list(sys.argv[1:] if argv is None else argv), "gpt2"
+    top = parser(words)
     try:
         require_none_gone(words)
         args, unknown = top.parse_known_args(words)
         name = f"gpt2 {args.command}" if args.command else name
         if unknown:  # refused by the command's own parser, which knows its options
-            getattr(args, "refuse", top.error)(f"unrecognized arguments: {' '.join(unknown)}")
+            getattr(args, "parser", top).error(f"unrecognized arguments: {' '.join(unknown)}")
         if args.command is None and args.completion is None:
             top.print_help()
             return 0
         if args.completion is not None:
             return complete(top, args.completion)
-        require_writable("--json", args.json)
-        require_writable("--html", getattr(args, "html", None))
-        name_activation(args)
-        run: Callable[[argparse.Namespace], int] = args.run
-        code = run(args)
+        settings: Any = read(settings_of(args.command), args)
+        require_writable("--json", settings.json)
+        require_writable("--html", getattr(settings, "html", None))
+        code: int = file_of(args.command).run(with_activation(settings))
         sys.stdout.flush()
         return code
     except InputError as error:

@@ -1,19 +1,16 @@
 """``gpt2 publish``: send a model and its card to the Hub."""
 
-from __future__ import annotations
-
-import argparse
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import Status, say, size, write_result
 from gpt2.errors import InputError, printable
+from gpt2.options import argument, json_option, option
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.publish import Plan, Target
 
-HELP = "send a model and its card to the Hub, in one commit"
 EXAMPLES = """\
   gpt2 publish model me/mini --dry-run                   what would be sent; sends nothing
   gpt2 publish out/macbeth/best me/macbeth               a private repository; asks before it sends
@@ -26,24 +23,29 @@ not sent again.
 exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input or refused"""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("directory", metavar="DIR", help="the model's folder")
-    parser.add_argument("repo", metavar="REPO", help="OWNER/NAME on the Hub; created if it does not exist")
-    visible = parser.add_mutually_exclusive_group()
-    visible.add_argument("--private", action="store_true", help="only you can see it (the default)")
-    visible.add_argument("--public", action="store_true", help="everybody can see it")
-    parser.add_argument("--dry-run", action="store_true", help="show what would be sent; change nothing, make no request")
-    parser.add_argument("--yes", action="store_true", help="do not ask")
+@dataclass(frozen=True, kw_only=True)
+class PublishSettings:
+    directory: str = argument("the model's folder", "DIR")
+    repo: str = argument("OWNER/NAME on the Hub; created if it does not exist", "REPO")
+    private: bool = option("only you can see it (the default)", default=False, group="visible")
+    public: bool = option("everybody can see it", default=False, group="visible")
+    dry_run: bool = option("show what would be sent; change nothing, make no request", default=False)
+    yes: bool = option("do not ask", default=False)
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: PublishSettings) -> int:
     from huggingface_hub.utils import disable_progress_bars
 
     from gpt2.checkpoint.publish import look, plan, send
 
     with Status(f"checking {args.directory}"):
         planned = plan(args.directory, args.repo)
-    body: dict[str, Any] = {"repo": args.repo, "files": [asdict(file) for file in planned.files], "not_sent": planned.left_out}
+    body: dict[str, Any] = {
+        "repo": args.repo,
+        "files": [asdict(file) for file in planned.files],
+        "not_sent": planned.left_out,
+    }
     body |= {"notes": planned.notes, "commit": None}
     if args.dry_run:
         text = f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)"
@@ -72,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _plan(args: argparse.Namespace, planned: Plan, target: Target | None) -> str:
+def _plan(args: PublishSettings, planned: "Plan", target: "Target | None") -> str:
     state = "public" if (target and not target.private) or (target is None and args.public) else "private"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
     lines = [f"{args.directory} -> {args.repo}  ({state}{where})"]

@@ -1,13 +1,13 @@
 """``gpt2 trace``: write the reference's numbers on a few tokens, to compare another program with."""
 
-import argparse
 import shutil
 import sys
+from dataclasses import MISSING, dataclass
 
-from gpt2.cli.common import Status, add_device, add_model, say, write_result
+from gpt2.cli.common import ModelSettings, Status, say, set_option, write_result
 from gpt2.errors import InputError, printable
+from gpt2.options import changed, device_option, flag_of, json_option, option, pick
 
-HELP = "write every intermediate of the reference on a few tokens, to compare another program with"
 EXAMPLES = """\
   gpt2 trace --out reference.safetensors                     the embedded model, 4 x 64 tokens of Twelfth Night
   gpt2 trace gpt2 --out reference.npz                        the official weights, for NumPy
@@ -31,27 +31,23 @@ last id of each row of --ids is a next id only. gpt2 diagnose reads all of these
 .safetensors as a side, trace:FILE."""
 
 
-NAMES = ("ids", "text", "tokens", "gradients", "steps", "dtype", "device", "revision", "offline")
+@dataclass(frozen=True, kw_only=True)
+class TraceSettings(ModelSettings):
+    set: tuple[str, ...] = set_option("a setting of the steps, such as optim.lr=3e-4, or ")
+    device: str | None = device_option("run there in float32, to see what it computes, in place of float64 on the CPU", None)
+    out: str = option("FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder", "PATH", MISSING)
+    ids: str | None = option("token ids to use: .npy, or a text of whole numbers, one line a row", "FILE")
+    text: str | None = option("take the ids from a text file, - for stdin, or a name (default: Twelfth Night)", "TEXT")
+    tokens: int | None = option("tokens in each of the 4 rows (default: 64)", "N")
+    gradients: bool = option("also the loss and its gradient by every parameter", default=False)
+    steps: int = option("also every parameter after each of N AdamW steps", "N", 0)
+    dtype: str = option("stored as float32, float64 or float16", "D", "float32")
+    json: str | None = json_option()
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser, settings="a setting of the steps, such as optim.lr=3e-4, or ")
-    add_device(parser, "run there in float32, to see what it computes, in place of float64 on the CPU", default=None)
-    parser.add_argument("--out", required=True, metavar="PATH", help="FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder")
-    parser.add_argument("--ids", metavar="FILE", help="token ids to use: .npy, or a text of whole numbers, one line a row")
-    help = "take the ids from a text file, - for stdin, or a name (default: Twelfth Night)"
-    parser.add_argument("--text", metavar="TEXT", help=help)
-    parser.add_argument("--tokens", type=int, metavar="N", help="tokens in each of the 4 rows (default: 64)")
-    parser.add_argument("--gradients", action="store_true", help="also the loss and its gradient by every parameter")
-    parser.add_argument("--steps", type=int, default=0, metavar="N", help="also every parameter after each of N AdamW steps")
-    help = "stored as float32, float64 or float16 (default: %(default)s)"
-    parser.add_argument("--dtype", default="float32", metavar="D", help=help)
-
-
-def run(args: argparse.Namespace) -> int:
-    if args.ids is not None and (args.text is not None or args.tokens is not None):
-        flag = "--text" if args.text is not None else "--tokens"
-        raise InputError(f"{flag} has no effect with --ids, which gives the tokens; leave it out")
+def run(args: TraceSettings) -> int:
+    if args.ids is not None and (given := changed(args, "text", "tokens")):
+        raise InputError(f"{flag_of(given[0])} has no effect with --ids, which gives the tokens; leave it out")
     import numpy as np
 
     from gpt2.traces.batch import read_ids
@@ -60,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     from gpt2.train.recipe import setting
 
     form = require_form(args.out)
-    options = {name: getattr(args, name) for name in NAMES}
+    options = pick(args, "ids", "text", "tokens", "gradients", "steps", "dtype", "device", "revision", "offline")
     options["settings"] = dict(map(setting, args.set))
     if form == STATE_FORM and args.steps:
         raise InputError(f"--steps {args.steps}: llm.c's debug state holds no training steps; choose another form than .bin")

@@ -1,25 +1,22 @@
 """``gpt2 train``: train a model from scratch, or fine-tune one with --init."""
 
-from __future__ import annotations
-
-import argparse
 import json
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.cli.common import say, size, write_result
 from gpt2.errors import InputError, printable
+from gpt2.options import argument, json_option, option
 
 if TYPE_CHECKING:
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
     from gpt2.train.recipe import Recipe
 
-HELP = "train from scratch or fine-tune, with a recipe"
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
   gpt2 train finetune-texts --settings                                  list its settings, for --set
@@ -35,25 +32,22 @@ EXAMPLES = """\
 The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    help = "a recipe's name or the path of a TOML file; or plot, followed by runs"
-    parser.add_argument("recipe", nargs="?", metavar="RECIPE", help=help)
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="after plot: folders of runs")
-    parser.add_argument("--list", action="store_true", help="list the recipes with their descriptions")
-    parser.add_argument(
-        "--settings", action="store_true", dest="list_settings", help="list the recipe's keys with value and meaning, for --set"
-    )
-    parser.add_argument("--list-data", action="store_true", help="show what would be trained on, and train nothing")
-    parser.add_argument("--init", metavar="MODEL", help="fine-tune this model instead of training from scratch")
-    help = "folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)"
-    parser.add_argument("--out", metavar="DIR", help=help)
-    help = "override a key of the recipe; may be repeated"
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=help)
-    parser.add_argument("--nproc", type=int, default=1, metavar="N", help="share each batch among N processes on this machine")
-    parser.add_argument("--fresh", action="store_true", help="start again in a folder that holds a run")
+@dataclass(frozen=True, kw_only=True)
+class TrainSettings:
+    recipe: str | None = argument("a recipe's name or the path of a TOML file; or plot, followed by runs", "RECIPE", None)
+    runs: tuple[str, ...] = argument("after plot: folders of runs", "RUN", ())
+    list: bool = option("list the recipes with their descriptions", default=False)
+    settings: bool = option("list the recipe's keys with value and meaning, for --set", default=False)
+    list_data: bool = option("show what would be trained on, and train nothing", default=False)
+    init: str | None = option("fine-tune this model instead of training from scratch", "MODEL")
+    out: str | None = option("folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)", "DIR")
+    set: tuple[str, ...] = option("override a key of the recipe; may be repeated", "KEY=VALUE", ())
+    nproc: int = option("share each batch among N processes on this machine", "N", 1)
+    fresh: bool = option("start again in a folder that holds a run", default=False)
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: TrainSettings) -> int:
     from gpt2.train.recipe import names, read
 
     if args.list:
@@ -75,9 +69,9 @@ def run(args: argparse.Namespace) -> int:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")
     if args.recipe is None:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
-    if args.list_settings:
-        settings = read(args.recipe, args.set).settings()
-        write_result(args.json, settings, lambda: say(_settings(settings)))
+    if args.settings:
+        keys = read(args.recipe, args.set).settings()
+        write_result(args.json, keys, lambda: say(_keys(keys)))
         return 0
     if args.list_data:
         from gpt2.train.listing import list_data
@@ -104,16 +98,16 @@ def run(args: argparse.Namespace) -> int:
         return 1  # the launcher then starts all ranks again
 
 
-def _list(recipes: dict[str, Recipe]) -> str:
+def _list(recipes: "dict[str, Recipe]") -> str:
     """List each recipe's name, description, expected loss and duration, and what it needs."""
     needs = {name: f"needs {recipe.data.needs}" if recipe.data.needs else "" for name, recipe in recipes.items()}
     return _wrapped((name, (recipe.description, _promise(recipe), needs[name])) for name, recipe in recipes.items())
 
 
-def _settings(settings: dict[str, dict[str, Any]]) -> str:
+def _keys(keys: dict[str, dict[str, Any]]) -> str:
     """List each key with its value, its meaning, and the default where that is another."""
     rows = []
-    for key, each in settings.items():
+    for key, each in keys.items():
         value, default = (json.dumps(each[name], ensure_ascii=False) for name in ("value", "default"))
         rows.append((key, (value if default in (value, '""') else f"{value} (default {default})", each["meaning"])))
     return _wrapped(rows)
@@ -129,19 +123,20 @@ def _wrapped(rows: Iterable[tuple[str, Iterable[str]]]) -> str:
     return "\n".join(lines)
 
 
-def _words(args: argparse.Namespace) -> list[str]:
+def _words(args: TrainSettings) -> list[str]:
     options = {"--init": args.init, "--out": args.out, "--json": args.json}
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
-    return ["train", args.recipe, *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
+    words += [*(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
+    return ["train", str(args.recipe), *words]
 
 
-def _train(args: argparse.Namespace) -> int:
+def _train(args: TrainSettings) -> int:
     """Train in this process, alone or as one rank of a job; rank 0 prints the result."""
     from gpt2.train.loop import train
     from gpt2.train.parallel import own_rank, restarts
     from gpt2.train.recipe import read
 
-    recipe = read(args.recipe, args.set)
+    recipe = read(str(args.recipe), args.set)
     fresh = args.fresh and not restarts()  # a restarted job keeps its checkpoints
     result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
     if own_rank() == 0:
@@ -168,7 +163,7 @@ _ENDS = {"finished": "finished", "early": "stopped early, no longer improving", 
 _ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
 
 
-def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
+def show(event: "Started | Logged | Evaluated | Estimated | Diverged") -> None:
     """Print one training event to stderr, control characters as symbols."""
     from gpt2.train.clock import slowest
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
@@ -199,7 +194,7 @@ def show(event: Started | Logged | Evaluated | Estimated | Diverged) -> None:
     print(printable(text), file=sys.stderr, flush=True)
 
 
-def _started(event: Started) -> str:
+def _started(event: "Started") -> str:
     recipe, config = event.recipe, event.config
     lines = [*event.notes, f"{recipe.name}: {recipe.description}"]
     lines.append(
@@ -211,7 +206,7 @@ def _started(event: Started) -> str:
     return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
 
 
-def _promise(recipe: Recipe) -> str:
+def _promise(recipe: "Recipe") -> str:
     loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
     return f"{loss} · {recipe.takes}" if recipe.takes else loss
 

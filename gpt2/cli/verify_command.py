@@ -1,10 +1,11 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files, or what a device computes."""
 
-import argparse
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Self
 
-from gpt2.cli.common import Status, add_device, add_model, save_page, seed, write_result
+from gpt2.cli.common import ModelSettings, Status, save_page, write_result
 from gpt2.errors import InputError
+from gpt2.options import changed, device_option, flag_of, json_option, option, pick, seed_option
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -12,7 +13,6 @@ if TYPE_CHECKING:
     from gpt2.devices.report import DeviceReport
     from gpt2.parity.report import Report
 
-HELP = "check that our model equals transformers' on the same weights"
 EXAMPLES = """\
   gpt2 verify                        the embedded checkpoint, in a few seconds
   gpt2 verify gpt2                   the official weights
@@ -28,35 +28,34 @@ and float16, beside float64 on the CPU. An error up to twice what rounding expla
 16-bit sums or flushed subnormals explain is named, with the line that turns it off. Of all else the first wrong point is named.
 
 exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator, 2 bad input, 130 interrupted, with a report"""
+QUICK = "leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model(parser)
-    parser.add_argument("--seed", type=seed, default=0, help="seeds the random token ids (default: %(default)s)")
-    help = "leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts"
-    parser.add_argument("--quick", action="store_true", help=help)
-    parser.add_argument("--keep-going", action="store_true", help="look for more differences; the default stops at the first one")
-    help = "show each number that others recorded of the official weights, beside ours"
-    parser.add_argument("--record", action="store_true", help=help)
-    parser.add_argument("--html", metavar="FILE", help="also write the report as one HTML file")
-    add_device(parser, "judge this device instead, operator by operator", default=None)
+@dataclass(frozen=True, kw_only=True)
+class VerifySettings(ModelSettings):
+    seed: int = seed_option("seeds the random token ids")
+    quick: bool = option(QUICK, default=False)
+    keep_going: bool = option("look for more differences; the default stops at the first one", default=False)
+    record: bool = option("show each number that others recorded of the official weights, beside ours", default=False)
+    html: str | None = option("also write the report as one HTML file", "FILE")
+    device: str | None = device_option("judge this device instead, operator by operator", None)
+    json: str | None = json_option()
 
 
-def run(args: argparse.Namespace) -> int:
+def run(args: VerifySettings) -> int:
     from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
 
-    given = next((flag for flag in ("record", "quick", "keep_going") if getattr(args, flag)), None)
-    if args.device is not None and given is not None:
-        raise InputError(f"--{given.replace('_', '-')} has no effect with --device, which judges the device; leave it out")
+    if args.device is not None and (given := changed(args, "record", "quick", "keep_going")):
+        raise InputError(f"{flag_of(given[0])} has no effect with --device, which judges the device; leave it out")
     keep_freed_memory()
     report: Report | DeviceReport
     with Status("importing torch and transformers" if args.device is None else "importing torch") as status:
         from gpt2.pages.reports import Interrupted
         from gpt2.parity.run import verify
 
-        where = {name: getattr(args, name) for name in ("seed", "revision", "offline")}
-        options = {name: getattr(args, name) for name in ("quick", "keep_going", "record")} | where
+        where = pick(args, "seed", "revision", "offline")
+        options = pick(args, "quick", "keep_going", "record") | where
         code = None
         try:
             if args.device is not None:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from gpt2.comparison.passage import THRESHOLD
+from gpt2.comparison.settings import THRESHOLD
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
 from gpt2.measure.tracing import Recorded, layer_of

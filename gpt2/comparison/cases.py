@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from gpt2.comparison.loaded import Loaded
-from gpt2.comparison.passage import CaseTable
+from gpt2.comparison.settings import CaseTable
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.data import Tokenizer
 from gpt2.data.documents import HELD_OUT

@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.comparison.passage import Settings, open_passage
+from gpt2.comparison.passage import open_passage
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_side

@@ -18,7 +18,8 @@ from gpt2.comparison.compatibility import Compatibility, compatibility, on_text,
 from gpt2.comparison.distributions import Distributions, Language, summarise
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.passage import Passage, Settings
+from gpt2.comparison.passage import Passage
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, heads_left_out
 from gpt2.comparison.sides.port import PortSide
 from gpt2.comparison.sides.side import Shown, Side, Weights, vocabulary

@@ -16,9 +16,10 @@ from gpt2.comparison.distributions import perplexity_ratio
 from gpt2.comparison.loaded import Loaded, alone
 from gpt2.comparison.many_results import Candidate, Comparisons, Ranked, paper_figures
 from gpt2.comparison.pair import Pair, Part, blamed, fit, measure
-from gpt2.comparison.passage import Passage, Settings, open_passage
+from gpt2.comparison.passage import Passage, open_passage
 from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_sides
 from gpt2.comparison.sides.side import Model, environment_of, require_head

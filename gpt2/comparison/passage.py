@@ -4,46 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.side import Recording, Scored, Side, Tokenizers, first_tokenizer, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.windows import Windows
 
 TOKENS = 8192  # tokens of the text, by default
-THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 DEFAULT_CONTEXT = 1024  # where no side tells how many positions it has
-
-
-@dataclass(frozen=True)
-class CaseTable:
-    """A user's table of cases; ``fields`` names prompt and expected text where they have other names."""
-
-    path: str
-    fields: tuple[str, str]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a comparison takes beside its models; :func:`gpt2.comparison.run.compare` says what each is."""
-
-    on: str | None = None
-    tokens: int | None = None
-    seed: int = 0
-    dtype: str | None = None
-    device: str = "cpu"
-    offline: bool = False
-    threshold: float = THRESHOLD
-    blame: bool = False
-    save: str | Path | None = None
-    cases: str | CaseTable | None = None
-    progress: Progress = silent
 
 
 @dataclass(frozen=True, eq=False)

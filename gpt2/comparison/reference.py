@@ -24,7 +24,8 @@ from torch import Tensor
 from gpt2 import __version__
 from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
 from gpt2.comparison.loaded import Loaded
-from gpt2.comparison.passage import Passage, Settings, open_passage
+from gpt2.comparison.passage import Passage, open_passage
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.opening import open_side
 from gpt2.comparison.sides.side import environment_of
 from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, overload
+from typing import Any, ParamSpec, Protocol, cast, overload
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.pairs import compare_sides
-from gpt2.comparison.passage import THRESHOLD, CaseTable, Settings
 from gpt2.comparison.results import Comparison
+from gpt2.comparison.settings import Settings
 from gpt2.config import number
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, user_path
-from gpt2.measure.metrics import Progress
 from gpt2.model import GPT2
+from gpt2.options import changed, signed
 
 STEP = re.compile(r"step-(\d+)")
 TEXTS = "texts are read as on='my.jsonl', one {\"text\": ...} a line; ids of your own, with their logits, as trace:FILE"
@@ -27,38 +27,25 @@ MODULES = "for another torch.nn.Module give FILE.py:build, or gpt2.checkpoint_of
 Given = str | os.PathLike[str] | GPT2  # a model or its name
 
 
-class Options(TypedDict, total=False):
-    """What :func:`compare` takes, however many the models are."""
-
-    on: str | None
-    tokens: int | None
-    seed: int
-    dtype: str | None
-    device: str
-    offline: bool
-    progress: Progress
+P = ParamSpec("P")
 
 
-class PairOptions(Options, total=False):
-    """What it takes of two models alone."""
+class Compares(Protocol[P]):
+    """:func:`compare`, with the fields of ``Settings`` as its keywords."""
 
-    threshold: float
-    blame: bool
-    save: str | Path | None
-    cases: str | CaseTable | None
+    @overload
+    def __call__(self, a: Given = ..., b: Given = ..., *args: P.args, **settings: P.kwargs) -> Comparison: ...
 
-
-@overload
-def compare(a: Given = ..., b: Given = ..., **options: Unpack[PairOptions]) -> Comparison: ...
+    @overload
+    def __call__(self, a: Given, b: Given, c: Given, /, *others: Given, **settings: Any) -> Comparisons: ...
 
 
-@overload
-def compare(a: Given, b: Given, c: Given, /, *others: Given, **options: Unpack[Options]) -> Comparisons: ...
+def _with_keywords(settings: Callable[P, Settings]) -> Callable[[Callable[..., Comparison | Comparisons]], Compares[P]]:
+    return lambda function: cast(Compares[P], signed(function, Settings))
 
 
-def compare(
-    a: Given = DEFAULT, b: Given = f"hf/{DEFAULT}", *others: Given, **options: Unpack[PairOptions]
-) -> Comparison | Comparisons:
+@_with_keywords(Settings)
+def compare(a: Given = DEFAULT, b: Given = f"hf/{DEFAULT}", *others: Given, **options: Any) -> Comparison | Comparisons:
     """Compare two models: weights, activations, distributions over a text, and generated words.
 
     If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run. With more than
@@ -68,31 +55,21 @@ def compare(
         a, b, others: models in memory, each a ``GPT2``; names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix;
             ``hf/gpt2``, ``trace:FILE``, ``FILE.py:build``, ``llama.cpp/FILE.gguf``, ``ct2/DIR``, ``onnx/FILE_OR_DIR``.
             The folder of a training run stands for all its checkpoints, in the order of steps.
-        on: the text: a file, ``-`` for stdin, or a name that :func:`gpt2.measure.texts.open_text` knows, with options.
-        tokens: use this many tokens from the beginning; 0 means all. Default: 8192, or the whole text if its protocol needs it,
-            as for published figures on WikiText-2.
-        threshold: a relative error of an activation (default: 1e-3); the result names the first point above it.
-        seed: seeds the bootstrap, sampled continuations, and random ids if neither model has a tokenizer.
-        dtype: the dtype of a model whose name gives none; default: as stored.
-        device: where checkpoints run, as for :func:`gpt2.load`; float64 runs, and what other engines run, stay on the CPU.
-        blame: also put parts of b into a and measure what each carries, for models of one shape (:mod:`gpt2.comparison.blame`).
-        save: keep the logits of ``a`` in this safetensors file, for the side ``trace:FILE``.
-        cases: a table of questions, which both are asked too: a file, or a :class:`gpt2.comparison.passage.CaseTable`.
 
     Raises:
         InputError: no such model or text; threshold, blame, save or cases with more than two models.
         CheckpointError: a checkpoint whose tensors do not fit its config.
     """
-    return compare_named((a, b, *others), **options)
+    return compare_named((a, b, *others), Settings(**options))
 
 
-def compare_named(given: Sequence[Given], *, hashes: bool = True, **options: Any) -> Comparison | Comparisons:
+def compare_named(given: Sequence[Given], settings: Settings, *, hashes: bool = True) -> Comparison | Comparisons:
     """Compare models as :func:`compare` does, from a list; of several without the ``hashes`` of their files."""
-    known, settings = [_model(each) for each in given], Settings(**options)
+    known = [_model(each) for each in given]
     if settings.on is not None and not isinstance(settings.on, str):
         raise InputError(f"on={type(settings.on).__name__}: give the name of a text, or of a file with it; {TEXTS}")
     models = [saved for each in known for saved in ([Saved(each)] if isinstance(each, GPT2) else with_checkpoints(each))]
-    if len(models) > 2 and (settings.threshold != THRESHOLD or settings.blame or settings.save or settings.cases):
+    if len(models) > 2 and changed(settings, "threshold", "blame", "save", "cases"):
         raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
     return compare_sides([each.model for each in models], [each.step for each in models], settings, hashes=hashes)
 

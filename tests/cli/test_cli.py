@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import io
 import json
 import os
@@ -238,15 +236,6 @@ def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
     drafted = json.loads(capsys.readouterr().out)
     assert drafted["ids"] == plain["ids"]
     assert (plain["draft"], drafted["draft"]) == (None, "shakespeare-mini:int8")
-
-
-def test_generate_has_the_same_defaults_in_python_and_on_the_command_line() -> None:
-    """The command sampled at 0.8 and wrote 200 tokens, the function at 1.0 and 64, and its signature told neither."""
-    parser = argparse.ArgumentParser()
-    generate_command.add_arguments(parser)
-    given, told = vars(parser.parse_args([])), inspect.signature(gpt2.generate).parameters
-    shared = ("max_new_tokens", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
-    assert {name: told[name].default for name in shared} == {name: given[name] for name in shared}
 
 
 def test_generate_puts_the_prompt_where_the_model_is(monkeypatch: pytest.MonkeyPatch) -> None:

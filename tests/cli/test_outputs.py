@@ -154,5 +154,5 @@ def test_an_unforeseen_error_of_the_system_is_one_line(monkeypatch: pytest.Monke
     def refused(*args: object, **settings: object) -> None:
         raise PermissionError(errno.EACCES, "Permission denied", "/a/b")
 
-    monkeypatch.setattr("gpt2.cli.info_command.run", refused)
+    monkeypatch.setattr("gpt2.checkpoint.describe.describe", refused)
     assert "/a/b: Permission denied; see that it is there" in mistake(capsys, "info")

@@ -17,8 +17,7 @@ from support.random_models import write_checkpoint
 
 from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.common import Status
-from gpt2.cli.main import COMMANDS, main
-from gpt2.cli.main import NAMES as COMMAND_NAMES
+from gpt2.cli.main import COMMANDS, file_of, main
 from gpt2.comparison.activations import Numerics
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
@@ -160,12 +159,12 @@ def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyt
     lines = out.splitlines()
     assert len(lines) > 5
     if not argv:  # the command alone prints its help; it gave an error about a missing argument
-        assert all(command.__name__.rpartition(".")[2].removesuffix("_command") in out for command in COMMANDS)
+        assert all(command in out for command in COMMANDS)
     assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # paths are not wrapped
 
 
 @pytest.mark.parametrize("columns", [80, 60])
-@pytest.mark.parametrize("name", COMMAND_NAMES)
+@pytest.mark.parametrize("name", COMMANDS)
 def test_help_fits(name: str, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Examples and their comments were up to 129 columns wide; a wrapped command must still be one that can be copied."""
     monkeypatch.setenv("COLUMNS", str(columns))
@@ -175,8 +174,7 @@ def test_help_fits(name: str, columns: int, monkeypatch: pytest.MonkeyPatch, cap
     if columns == 80:
         assert [line for line in out.splitlines() if len(line) > 80] == []
     joined = out.replace(" \\\n   ", "")
-    command = COMMANDS[COMMAND_NAMES.index(name)]
-    examples = [re.split(r" {2,}", line.strip())[0] for line in command.EXAMPLES.splitlines() if line.startswith("  gpt2 ")]
+    examples = [re.split(r" {2,}", line.strip())[0] for line in file_of(name).EXAMPLES.splitlines() if line.startswith("  gpt2 ")]
     assert [example for example in examples if example not in joined] == []
     assert not any(line.endswith("\\") and not line.startswith("  gpt2") and "--" not in line for line in out.splitlines())
 
@@ -196,7 +194,7 @@ def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixtu
     pytest.importorskip("shtab")
     assert main(["--completion", "bash"]) == 0
     out = capsys.readouterr().out
-    assert all(name in out for name in (*COMMAND_NAMES, "fail-if"))
+    assert all(name in out for name in (*COMMANDS, "fail-if"))
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["--completion", "fish"]) == 2
     assert capsys.readouterr().err.startswith("gpt2: --completion needs the package shtab; install it with pip install")

@@ -12,8 +12,8 @@ from support.commands import refusal
 import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison.cases import ROOM, read_cases
-from gpt2.comparison.passage import CaseTable
 from gpt2.comparison.run import compare
+from gpt2.comparison.settings import CaseTable
 from gpt2.measure.estimates import Bootstrap
 from gpt2.testing import assert_same
 

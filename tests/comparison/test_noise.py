@@ -14,7 +14,7 @@ import gpt2
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison.noise import Noise, measure_noise
-from gpt2.comparison.passage import Settings
+from gpt2.comparison.settings import Settings
 from gpt2.model import GPT2
 
 

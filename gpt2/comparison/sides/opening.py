@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from gpt2.comparison.passage import Settings
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
 from gpt2.comparison.sides.held import held

@@ -1,0 +1,118 @@
+"""The options of a command and the keywords of its function: the fields of one frozen dataclass, each written once."""
+
+import argparse
+import inspect
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import MISSING, Field, field, fields
+from functools import partial
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+S = TypeVar("S")
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def option(help: str, metavar: str | None = None, default: Any = None, **how: Any) -> Any:
+    """Return a field that is ``--name`` on the command line. Its type says how it is read; a tuple is given again and again.
+
+    ``how``: argparse's ``choices`` and ``type``, a ``group`` of which one is given, or ``placed``, an argument without a name, of
+    which a tuple takes the rest. A field of a dataclass that is made otherwise is a keyword of the function alone.
+    """
+    return field(default=default, metadata={"help": help, "metavar": metavar, **how})
+
+
+def argument(help: str, metavar: str, default: Any = MISSING) -> Any:
+    return option(help, metavar, default, placed=True)
+
+
+def device_option(what: str = "where the model runs", default: str | None = "cpu") -> Any:
+    return option(f"{what}: cpu, cuda, cuda:1, mps, or auto for the first of cuda, mps and cpu that is here", "D", default)
+
+
+def seed(text: str) -> int:
+    """Read a number that every random generator here accepts."""
+    if not 0 <= (value := int(text)) < 2**63:
+        raise argparse.ArgumentTypeError("a seed is a whole number from 0 to 2**63 - 1")
+    return value
+
+
+def whole(text: str) -> int:
+    """Read a whole number that fits 64 bits."""
+    with suppress(ValueError):
+        if abs(value := int(text)) < 2**63:
+            return value
+    raise argparse.ArgumentTypeError(f"invalid int value: {text[:40]!r}")
+
+
+seed_option = partial(option, default=0, type=seed)
+revision_option = partial(option, "branch, tag or commit of a Hub repository", "REV")
+offline_option = partial(option, "make no request; use what the cache holds", default=False)
+json_option = partial(option, "write the result as JSON to FILE; - is stdout, and nothing else goes there", "FILE")
+
+
+def flag_of(each: "Field[Any]") -> str:
+    """Return what a field is called on the command line."""
+    return each.metadata["metavar"] if "placed" in each.metadata else f"--{each.name.replace('_', '-')}"
+
+
+def help_of(each: "Field[Any]") -> str:
+    """Return what a field means, and its default if it has one."""
+    default, help = each.default, str(each.metadata["help"])
+    if default is MISSING or default is None or default is False or default == ():
+        return help
+    return f"{help} (default: {f'{default:g}' if isinstance(default, float) else default})".lstrip()
+
+
+def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
+    """Add each field to a parser. What it parses holds only what was given; :func:`read` knows the defaults."""
+    groups: dict[str | None, Any] = {None: parser}
+    for each, kind in zip(fields(settings), get_type_hints(settings).values(), strict=True):
+        if "help" not in each.metadata:
+            continue
+        how: dict[str, Any] = {"help": help_of(each), "default": argparse.SUPPRESS}
+        kinds, several, optional = get_args(kind) or (kind,), get_origin(kind) is tuple, each.default is not MISSING
+        if kind is bool:
+            how["action"] = "store_true"
+        else:
+            how |= {key: each.metadata[key] for key in ("metavar", "choices", "type") if key in each.metadata}
+            how.setdefault("type", whole if int in kinds else float if float in kinds else None)
+        if "placed" in each.metadata:
+            how |= {"nargs": "*" if several else "?"} if optional else {}
+            parser.add_argument(each.name, **how)
+            continue
+        if several:
+            how["action"] = "append"
+        group = each.metadata.get("group")
+        into = groups[group] = groups.get(group) or parser.add_mutually_exclusive_group()
+        into.add_argument(flag_of(each), dest=each.name, required=not optional, **how)
+
+
+def read(settings: type[S], given: argparse.Namespace) -> S:
+    """Return the settings that a parser of :func:`add_options` read."""
+    names, values = {each.name for each in fields(settings)}, vars(given)  # type: ignore[arg-type]
+    return settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in names})
+
+
+def changed(settings: Any, *names: str) -> "list[Field[Any]]":
+    """Return those of the named fields that are not left at their defaults."""
+    by_name = {each.name: each for each in fields(settings)}
+    return [by_name[name] for name in names if getattr(settings, name) != by_name[name].default]
+
+
+def pick(settings: Any, *names: str) -> dict[str, Any]:
+    """Return the named settings, as a function takes them."""
+    return {name: getattr(settings, name) for name in names}
+
+
+def signed(function: F, settings: type) -> F:
+    """Return a function that shows the fields as its keywords, in signature and docstring, in place of its ``**options``."""
+    signature, types = inspect.signature(function), get_type_hints(settings)
+    own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
+    more = [
+        inspect.Parameter(e.name, inspect.Parameter.KEYWORD_ONLY, default=e.default, annotation=types[e.name])
+        for e in fields(settings)
+    ]
+    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    told = "".join(f"\n    {each.name}: {help_of(each)}" for each in fields(settings) if "help" in each.metadata)
+    function.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords:{told}"
+    return function

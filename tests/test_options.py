@@ -1,0 +1,69 @@
+"""Fields of a frozen dataclass as a command's options and a function's keywords."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from dataclasses import dataclass, fields
+
+import pytest
+
+import gpt2
+from gpt2.bench import bench
+from gpt2.checkpoint.export import export
+from gpt2.cli.main import settings_of
+from gpt2.comparison.settings import Settings
+from gpt2.options import add_options, argument, changed, option, read, signed
+
+
+@dataclass(frozen=True, kw_only=True)
+class Own:
+    what: str = argument("what", "WHAT")
+    more: tuple[str, ...] = argument("more", "MORE", ())
+    rate: float = option("how fast", "R", 1e-3)
+    times: int | None = option("how often", "N")
+    word: tuple[str, ...] = option("a word", "WORD", ())
+    loud: bool = option("shout", default=False)
+    progress: object = None  # of the function alone
+
+
+def test_each_field_is_an_option_with_its_type_its_default_and_its_help() -> None:
+    """Options of compare stood in five places, and a default could differ between them."""
+    parser = argparse.ArgumentParser()
+    add_options(parser, Own)
+    assert read(Own, parser.parse_args(["x"])) == Own(what="x")
+    words = ["x", "y", "z", "--rate", "2", "--times", "3", "--word", "a", "--word", "b", "--loud"]
+    given = read(Own, parser.parse_args(words))
+    assert given == Own(what="x", more=("y", "z"), rate=2.0, times=3, word=("a", "b"), loud=True)
+    assert [each.name for each in changed(given, "loud", "times", "what")] == ["loud", "times", "what"]
+    assert changed(Own(what="x", rate=1e-3), "rate", "word", "loud", "more") == []
+    said = " ".join(parser.format_help().split())
+    assert "--rate R how fast (default: 0.001)" in said
+    assert "--progress" not in said
+
+
+def test_a_function_shows_the_fields_as_its_keywords() -> None:
+    """An editor, and help(), showed **options."""
+    own = signed(lambda model, **options: None, Own)
+    assert "rate: float = 0.001" in str(inspect.signature(own))
+    assert "rate: how fast (default: 0.001)" in own.__doc__
+    shown = inspect.signature(gpt2.compare).parameters
+    assert {each.name: each.default for each in fields(Settings)}.items() <= {n: p.default for n, p in shown.items()}.items()
+
+
+@pytest.mark.parametrize(
+    ("command", "function"),
+    [
+        *(("verify", gpt2.verify), ("trace", gpt2.trace), ("generate", gpt2.generate)),
+        *(("bench", bench), ("export", export), ("diagnose", gpt2.diagnose), ("verify", gpt2.verify_device)),
+    ],
+)
+def test_a_command_and_its_function_have_the_same_defaults(command: str, function: object) -> None:
+    """The same name with another default: the command would compute something else than the function."""
+    other = {("generate", "stop"), ("generate", "model"), ("verify", "device"), ("export", "keep")}  # in another form
+    signature = inspect.signature(function).parameters
+    keywords = {name: each for name, each in signature.items() if each.default is not inspect.Parameter.empty}
+    options = fields(settings_of(command))
+    both = {each.name: each.default for each in options if each.name in keywords and (command, each.name) not in other}
+    assert both
+    assert both == {name: keywords[name].default for name in both}
