@@ -13,14 +13,8 @@ function draw() {
   says.textContent = `${quoted(at)} looks at ${mostSeen(row, 5, quoted)}`;
 }
 
-tokens.forEach((token, index) => {
-  for (const event of ["pointerover", "focus", "click"]) token.addEventListener(event, () => { at = index; draw(); });
-  token.addEventListener("keydown", (event) => {
-    const to = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: n - 1 }[event.key];
-    if (to === undefined || !tokens[to]) return;
-    event.preventDefault();
-    tokens[to].focus();
-  });
-});
+const look = (index) => { at = index; draw(); };
+walk(tokens, 1, look);
+tokens.forEach((token, index) => token.addEventListener("pointerover", () => look(index)));
 for (const choice of [model, layer, head]) choice.addEventListener("change", draw);
 draw();

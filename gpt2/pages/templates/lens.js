@@ -166,22 +166,6 @@ function draw(side) {
   side.map.setAttribute("aria-label", `Attention of h.${layer}, head ${side.head}: a row a token, ${side.n} by ${side.n}`);
 }
 
-// Arrow keys within a row of elements; one of them is chosen.
-function walk(elements, step, pick) {
-  elements.forEach((one, index) => {
-    one.addEventListener("click", () => pick(index));
-    one.addEventListener("keydown", (event) => {
-      const across = typeof step === "function" ? step() : step;
-      const to = { ArrowRight: index + 1, ArrowLeft: index - 1, ArrowDown: index + across, ArrowUp: index - across, Home: 0, End: elements.length - 1 }[event.key];
-      if (to === undefined) return;
-      event.preventDefault();
-      if (!elements[to]) return;
-      pick(to);
-      elements[to].focus();
-    });
-  });
-}
-
 for (const side of sides) {
   for (let head = 0; head < side.n_head; head++) {
     const button = element("button");
@@ -201,18 +185,7 @@ for (const side of sides) {
   walk(side.layers, 1, (layer) => choose(side, { point: layer + 1 }));
   const across = () => getComputedStyle(side.heads).gridTemplateColumns.split(" ").length;
   walk([...side.heads.children], across, (head) => choose(side, { head }));
-  side.rows.forEach((row, point) => row.forEach((cell, at) => {
-    cell.addEventListener("click", () => choose(side, { point, at }));
-    cell.addEventListener("keydown", (event) => {
-      const [down, right] = { ArrowRight: [0, 1], ArrowLeft: [0, -1], ArrowDown: [1, 0], ArrowUp: [-1, 0], Home: [0, -at], End: [0, row.length - 1 - at] }[event.key] || [];
-      if (down === undefined) return;
-      event.preventDefault();
-      const to = (side.rows[point + down] || [])[at + right];
-      if (!to) return;
-      choose(side, { point: point + down, at: at + right });
-      to.focus();
-    });
-  }));
+  walk(side.rows.flat(), side.n, (index) => choose(side, { point: Math.floor(index / side.n), at: index % side.n }));
   side.map.addEventListener("click", (event) => {
     const at = Math.floor((event.offsetY / side.map.clientHeight) * side.n);
     choose(side, { at: Math.max(0, Math.min(side.n - 1, at)) });
@@ -226,9 +199,7 @@ for (const side of sides) {
 // One strip stands for both sides where their tokens are the same.
 const strips = new Map(sides.map((side) => [side.strip[0], side]).reverse());
 for (const side of strips.values()) {
-  walk(side.strip, side.n, (at) => {
-    choose(side, { at });
-  });
+  walk(side.strip, side.n, (at) => choose(side, { at }));
 }
 const repaint = () => {
   for (const side of sides) side.drawn = undefined;

@@ -62,15 +62,6 @@ document.addEventListener("focusin", (event) => {
   if (token.matches(":focus-visible")) show(token);
 });
 document.addEventListener("focusout", hide);
-document.addEventListener("keydown", (event) => {
-  const token = tokenOf(event);
-  if (event.key === "Escape") hide();
-  if (!token) return;
-  const all = [...token.parentElement.querySelectorAll(".tok")];
-  const at = all.indexOf(token);
-  const to = { ArrowRight: at + 1, ArrowLeft: at - 1, ArrowDown: at + 10, ArrowUp: at - 10, Home: 0, End: all.length - 1 }[event.key];
-  if (to === undefined) return;
-  event.preventDefault();
-  all[Math.max(0, Math.min(all.length - 1, to))].focus();
-});
+document.addEventListener("keydown", (event) => event.key === "Escape" && hide());
+for (const text of document.querySelectorAll("[data-names]")) walk([...text.children], 10, () => {});
 document.addEventListener("scroll", hide, { capture: true, passive: true });

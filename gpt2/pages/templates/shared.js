@@ -38,3 +38,20 @@ function mostSeen(row, count, quote) {
   const named = best.filter(([weight]) => weight > 0.005).map(([weight, index]) => `${quote(index)} ${Math.round(100 * weight)}\u00a0%`);
   return named.join(", ") || "nothing in particular";
 }
+
+// Arrow keys, Home and End within a list of elements in rows of ``step``; one of them is chosen.
+function walk(elements, step, pick) {
+  elements.forEach((one, index) => {
+    one.addEventListener("click", () => pick(index));
+    one.addEventListener("keydown", (event) => {
+      const across = typeof step === "function" ? step() : step;
+      const keys = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: across, ArrowUp: -across, Home: -index, End: elements.length - 1 - index };
+      if (keys[event.key] === undefined) return;
+      event.preventDefault();
+      const to = index + keys[event.key];
+      if (!elements[to]) return;
+      pick(to);
+      elements[to].focus();
+    });
+  });
+}
