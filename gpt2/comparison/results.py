@@ -162,8 +162,8 @@ class Comparison(Printed):
         for why in dict.fromkeys(found.impossible.values()):
             parts = [part for part, reason in found.impossible.items() if reason == why]
             yield Section(note=(yellow("left out"), f"  {', '.join(parts)}: {why}"))
-        if self.weights is not None:
-            yield from _weights(self.weights)
+        if self.weights is not None and not self.weights.same_numbers:
+            yield _weights(self.weights)
         if self.activations is not None:
             yield from _activations(self.activations)
         if self.numerics is not None:
@@ -176,6 +176,9 @@ class Comparison(Printed):
             yield from self.cases.sections()
         if self.blame is not None:
             yield from self.blame.sections(", over the tokens that both have" * (found.vocabularies.verdict == "extended"))
+        if self.weights is not None and self.weights.total.unchanged < 1:
+            yield charts.heat(self.weights.tensors)
+            yield _families(self.weights)
         if examples := found.vocabularies.examples:
             rows = [(str(id), a or "", b or "") for id, a, b in examples]
             yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
@@ -245,24 +248,23 @@ def _prediction(both: Distributions) -> str:
     return f"they predict this text equally well, as far as {both.tokens:,} tokens can tell, and {same}"
 
 
-def _weights(weights: WeightChanges) -> Iterator[Section]:
-    """Yield the ten tensors that changed most, then all of them and their families on pages; rounding alone has no ten."""
-    if not weights.same_numbers:
-        rows = []
-        for tensor in weights.most_changed():
-            rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
-            sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
-            rows.append((tensor.name, tensor.moved, *sizes, rank))
-        titles = "tensor", "moved", "max", "cosine", "unchanged", "rank of change"
-        yield Section("Weights", "the ten with the largest relative change", titles, rows)
-    if weights.total.unchanged < 1:
-        yield charts.heat(weights.tensors)
-        kinds = []
-        for each in (*weights.families, weights.total):
-            shares = f"{each.distance:.2%}", f"{each.max_abs:.2g}", f"{each.cosine:.5f}", f"{each.unchanged:.1%}"
-            kinds.append((each.family, f"{each.tensors}", *shares))
-        columns = Column("kind of tensor, in all layers"), *numbers("tensors", "moved", "max", "cosine", "unchanged")
-        yield Section(columns=columns, rows=kinds, for_pages=True)
+def _weights(weights: WeightChanges) -> Section:
+    rows = []
+    for tensor in weights.most_changed():
+        rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
+        sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
+        rows.append((tensor.name, tensor.moved, *sizes, rank))
+    titles = "tensor", "moved", "max", "cosine", "unchanged", "rank of change"
+    return Section("Weights", "the ten with the largest relative change", titles, rows)
+
+
+def _families(weights: WeightChanges) -> Section:
+    rows = []
+    for each in (*weights.families, weights.total):
+        sizes = f"{each.distance:.2%}", f"{each.max_abs:.2g}", f"{each.cosine:.5f}", f"{each.unchanged:.1%}"
+        rows.append((each.family, f"{each.tensors}", *sizes))
+    columns = Column("kind of tensor, in all layers"), *numbers("tensors", "moved", "max", "cosine", "unchanged")
+    return Section(columns=columns, rows=rows, for_pages=True)
 
 
 def _activations(activations: Activations) -> Iterator[Section]:

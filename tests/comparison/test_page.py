@@ -29,7 +29,7 @@ from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.drawing import B, shade
 from gpt2.pages.rendering import RAMPS, number, percent, readable
 
-SECTIONS = ["each-tensor", "activations", "numerics", "distributions", "the-text", "words", "made-with"]
+SECTIONS = ["activations", "numerics", "distributions", "the-text", "words", "each-tensor", "made-with"]
 NARROW = '<div class="narrow">'
 SMALL = Estimate(1e-4, 9e-5, 1.1e-4)
 BLAME = Blame(
