@@ -25,10 +25,7 @@ LEVELS = 17  # shades from "equal" to the largest difference
 WIDE, NARROW = (10.6, 3.2), (3.6, 2.9)  # inches of 100 px
 
 INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
-SHADES = [f"#0001{level:02x}" for level in range(LEVELS)]
-VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper", A: "--a", B: "--b"} | {
-    shade: f"--s{level}" for level, shade in enumerate(SHADES)
-}
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper", A: "--a", B: "--b"}
 
 SETTINGS: dict[str, Any] = {
     "axes.edgecolor": RULE,

@@ -11,8 +11,6 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from gpt2.pages.drawing import LEVELS, power_of_ten
 from gpt2.pages.sections import pieces, plain
 
@@ -35,23 +33,10 @@ def render(name: str, script: str, data: object, **values: Any) -> str:
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"pct": percent, "svg": Markup, "pieces": pieces, "plain": plain}
-    environment.globals |= {"levels": LEVELS, "zip": zip, "ramps": RAMPS, "data": data}
+    environment.globals |= {"levels": LEVELS, "zip": zip, "data": data}
     code = "".join(loader.get_source(environment, part)[0] for part in ("shared.js", f"{script}.js"))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     return environment.get_template(f"{name}.html").render(script=Markup(code), script_hash=digest, **values)
-
-
-def _ramp(*stops: str) -> list[str]:
-    channels = zip(*(bytes.fromhex(stop[1:]) for stop in stops), strict=True)  # red, green, blue
-    places = np.linspace(0, len(stops) - 1, LEVELS)
-    mixed = [np.interp(places, range(len(stops)), channel).round().astype(np.uint8) for channel in channels]
-    return ["#" + bytes(colour).hex() for colour in zip(*mixed, strict=True)]
-
-
-RAMPS = {
-    "light": _ramp("#fdfcfa", "#fbe6d3", "#f6bd93", "#ee9462", "#e07245"),
-    "dark": _ramp("#171614", "#33221a", "#5c321c", "#8a441f", "#b85a28"),
-}
 
 
 def number(value: float | None, form: str = "#.3g") -> str:
