@@ -51,10 +51,14 @@ def panicked(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
+def alike(word: str, known: Iterable[str], least: float = 0.6) -> str:
+    """Return the word of ``known`` that is most like ``word``; "" if none has ``least`` of 1 in common."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=least)), "")
+
+
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """Return " (did you mean X?)" with the word of ``known`` that is most like ``word``; "" if none is alike."""
-    close = difflib.get_close_matches(word, list(known), n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    """Return " (did you mean X?)" with the known word that is meant; "" if none is alike."""
+    return f" (did you mean {close}?)" if (close := alike(word, known)) else ""
 
 
 class InputError(ValueError):
@@ -64,7 +68,7 @@ class InputError(ValueError):
     """
 
     def __init__(self, message: str) -> None:
-        super().__init__("\\n".join(printable(_LONG.sub(r"\1...\2", message)).splitlines()))
+        super().__init__("\\n".join(printable(_LONG.sub(r"\1...\2", message)).splitlines()) or "no reason is given")
 
 
 class CheckpointError(InputError):

@@ -6,7 +6,7 @@ import pytest
 from support.commands import mistake, refusal
 
 import gpt2
-from gpt2.cli import info_command
+from gpt2.checkpoint import describe
 from gpt2.data.documents import files
 from gpt2.errors import InputError, user_path
 
@@ -36,14 +36,19 @@ def test_a_long_name_is_cut(name: str, capsys: pytest.CaptureFixture[str]) -> No
     assert str(InputError("x" * 400)) == "x" * 400
 
 
+def test_an_error_without_words_says_so() -> None:
+    """A user's build() that raised InputError("") ended in an empty line."""
+    assert str(InputError("")) == str(InputError("\n")) == "no reason is given"
+
+
 def test_a_panic_of_a_library_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A library in Rust panics with what is no Exception: outside the places that expect it, this was a traceback."""
 
     class PanicException(BaseException):
         pass
 
-    def panic(_: object) -> int:
+    def panic(*args: object, **settings: object) -> None:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(info_command, "run", panic)
+    monkeypatch.setattr(describe, "describe", panic)
     assert "a library failed on these files (index out of bounds); fetch or write them again" in mistake(capsys, "info")

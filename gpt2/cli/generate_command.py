@@ -201,6 +201,8 @@ def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
     if prompts:
         yield from map(_text, prompts)
         return
+    from gpt2.data.files import decoded
+
     asks = sys.stdin.isatty()
     while True:
         if asks:
@@ -209,17 +211,12 @@ def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
         if not line:
             break
         if line.strip():
-            yield _decoded(line).rstrip("\r\n")
+            yield decoded(line, "stdin").rstrip("\r\n")
     if asks:
         print(file=sys.stderr)
 
 
 def _text(prompt: str) -> str:
-    return _decoded(sys.stdin.buffer.read()) if prompt == "-" else prompt
+    from gpt2.data.files import decoded
 
-
-def _decoded(data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise InputError(f"--prompt -: stdin is not UTF-8 (byte {error.start}); convert it first") from None
+    return decoded(sys.stdin.buffer.read(), "--prompt -") if prompt == "-" else prompt

@@ -83,10 +83,20 @@ def link_to_nothing(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
+    return decoded(read(path), path)
+
+
+def decoded(data: bytes, path: str | os.PathLike[str]) -> str:
+    """Return what a text file holds. Raises InputError, which names ``path``: it is not UTF-8."""
     try:
-        return read(path).decode()
+        return data.decode()
     except UnicodeDecodeError as error:
-        raise InputError(f"{path} is not UTF-8 text (byte {error.start}); it is damaged, fetch it again") from None
+        raise not_utf8(path, error) from None
+
+
+def not_utf8(path: str | os.PathLike[str], error: UnicodeDecodeError) -> InputError:
+    bad = f"byte 0x{error.object[error.start]:02x}"
+    return InputError(f"{path}: not UTF-8 ({bad}); convert it, e.g. iconv -t UTF-8, or fetch it again if it is damaged")
 
 
 def read_json(path: Path) -> object:

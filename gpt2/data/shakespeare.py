@@ -15,7 +15,7 @@ import urllib.request
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 
-from gpt2.data.files import read_all, write
+from gpt2.data.files import decoded, read_all, write
 from gpt2.errors import InputError, did_you_mean
 
 # Not in the embedded checkpoint's training data: a tragedy, a history and a comedy.
@@ -152,11 +152,7 @@ def split(text: str, fraction: float = 0.9) -> tuple[str, str]:
 
 def checked_text(data: bytes, path: str | os.PathLike[str]) -> str:
     """Decode a UTF-8 text; keep newlines, drop a byte-order mark. Raises InputError, which names ``path``: anything else."""
-    try:
-        text = data.decode("utf-8").removeprefix("\ufeff")
-    except UnicodeDecodeError as error:
-        bad = f"byte 0x{data[error.start]:02x} at position {error.start}"
-        raise InputError(f"{path}: not UTF-8: {bad}; convert it, e.g. iconv -t UTF-8") from None
+    text = decoded(data, path).removeprefix("\ufeff")
     if not text:
         raise InputError(f"{path}: the file is empty; give a UTF-8 text file")
     if "\0" in text:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpt2.config import quoted
-from gpt2.data.files import opened
+from gpt2.data.files import not_utf8, opened
 from gpt2.errors import InputError, require_memory
 
 MAX_LINE = 1 << 26  # characters of a line
@@ -133,7 +133,7 @@ def text_file(path: Path, newline: str | None) -> Iterator[IO[str]]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError as error:
-        raise InputError(f"{path}: not UTF-8 (byte 0x{error.object[error.start]:02x}); convert it, e.g. iconv -t UTF-8") from None
+        raise not_utf8(path, error) from None
 
 
 READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.config import GPT2Config, quoted
-from gpt2.data.files import read_all
+from gpt2.data.files import decoded, read_all
 from gpt2.errors import InputError
 from gpt2.measure.npy import read_npy
 from gpt2.measure.texts import OWN_FILE, open_text
@@ -71,12 +71,9 @@ def read_ids(path: str | Path) -> np.ndarray:
     if path.suffix == ".npy":
         return read_npy(path, MAX_BYTES)
     try:
-        text = read_all(path, MAX_BYTES).decode()
+        return _parsed(decoded(read_all(path, MAX_BYTES), path), path)
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); give a file of ids") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path}: is not a text of whole numbers, or an .npy file; write it again") from None
-    return _parsed(text, path)
 
 
 def _parsed(text: str, path: Path) -> np.ndarray:

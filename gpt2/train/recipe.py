@@ -1,6 +1,5 @@
 """Recipes: every setting of a training run, in one TOML file. An unknown key is an error, with a suggestion."""
 
-import difflib
 import math
 import re
 import tomllib
@@ -14,7 +13,7 @@ from typing import Any, Self, get_type_hints
 
 from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
 from gpt2.data.files import read_all
-from gpt2.errors import InputError, did_you_mean
+from gpt2.errors import InputError, alike, did_you_mean
 from gpt2.optim import Optim
 from gpt2.optim import described as _key
 
@@ -314,9 +313,9 @@ def _unknown(key: str, where: str) -> InputError:
     known = [each for each in _types() if each.startswith(f"{table}.")] if table in _types() else [*_types()]
     meant = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}  # lr is optim.lr
     meant |= {name: each for each, names in ELSEWHERE.items() for name in names}
-    close = difflib.get_close_matches(key, meant, n=1, cutoff=0.5)
+    close = alike(key, meant, 0.5)
     listed = ", ".join(each for each in known if table or "." not in each)
-    hint = f"did you mean {meant[close[0]]}?" if close else f"keys are {listed}"
+    hint = f"did you mean {meant[close]}?" if close else f"keys are {listed}"
     return InputError(f"{where}: unknown key {quoted(key)}; {hint} (--settings lists all)")
 
 

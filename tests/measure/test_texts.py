@@ -211,7 +211,7 @@ def test_offline_makes_no_request(monkeypatch):
         ("lambada:passages=0", r"passages is '0'"),
         ("folder", r"^folder: no .txt, .md, .jsonl, .csv, .tsv or .parquet in it; give another"),
         ("empty.txt", r"the file is empty"),
-        ("latin.txt", r"not UTF-8: byte 0xe9 at position 3"),
+        ("latin.txt", r"not UTF-8 \(byte 0xe9\)"),
         ("nul.txt:stride=2", r"^nul.txt: not a text file: NUL byte"),
         ("a\nb", r"^no text 'a\\nb'"),
     ],
