@@ -121,7 +121,7 @@ def test_every_file_adds_to_the_table_and_every_cause_is_known() -> None:
     ids_of = {id for one in alternatives() for id, _ in ((one.id, ""), *one.also)}
     assert ids_of <= CAUSES.keys()
     labels = [one.label for make in FAMILIES for one in make(Model(model().state_dict(), CONFIG, ids()))]
-    assert len(labels) - len(set(labels)) < 5, "two alternatives of one label, of which one is never tried"
+    assert len(labels) == len(set(labels)), "two alternatives of one label, of which one is never tried"
 
 
 @pytest.mark.parametrize("every", [6, pytest.param(1, marks=pytest.mark.slow)])
@@ -148,7 +148,7 @@ def test_alternatives_of_later_calls_change_nothing_at_once() -> None:
     """They are not tried where an earlier token is wrong: one that shows at once must say so."""
     right = logits(None)
     late = [one for one in alternatives() if one.steps and not one.at_once]
-    assert len(late) > 30
+    assert len(late) > 15
     assert {one.label for one in late if not apart(logits(one), right) < NOTHING} == set()
 
 
@@ -179,7 +179,7 @@ def test_calls_give_what_a_program_computes_that_reads_its_text_so(every: int) -
         here = graph.run(m, {n: one.at(n) for n in range(CONFIG.n_layer)}, one.outside.get("embed"), calls)
         compared += 1
         assert torch.allclose(here, there, atol=1e-9, equal_nan=True), one.label
-    assert compared > 1500 / every
+    assert compared > 900 / every
 
 
 def test_a_fault_of_some_calls_is_in_these_alone() -> None:
@@ -311,9 +311,7 @@ IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
     *((*one, "logits") for one in (ZERO, ONE_BLOCK, LAST)),
     *((*ONE_BLOCK, "mid"), (*LAST, "usual"), ("scale-by-width: the scores are divided by the root", None, "usual")),
     (*ZERO, "usual"),
-    ("the queries are those of the first head alone", None, "logits"),
-    ("ln_1 layernorm-without-affine: the bias", None, "logits"),
-    ("the feed-forward takes attention's result, normed", None, "logits"),
+    ("the feed-forward reads the merged heads in place", None, "logits"),
     ("without the last norm", None, "logits"),
     ("every token sees the whole", 1, "logits"),
     ("every product with a matrix are rounded to bfloat16", None, "full"),

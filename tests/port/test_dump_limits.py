@@ -14,7 +14,7 @@ import gpt2
 from gpt2.measure.tracing import trace
 from gpt2.port.alternatives.alternative import Changed
 from gpt2.port.dump.examination import computed_in
-from gpt2.port.fits.lacking import looks_dropped
+from gpt2.port.fits.dropout import looks_dropped
 from gpt2.port.graph import Formula, Model, Program, Site, State
 from gpt2.port.terms.causes import SURE
 from gpt2.port.terms.tolerance import measured

@@ -121,7 +121,8 @@ def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]
     if ours.ndim == 2:
         if ours.shape[0] == ours.shape[1]:
             yield Misreading(ours.t(), "transposed", "is transposed", "transposed back, it equals the checkpoint's to the bit")
-        yield _reshaped(ours)
+        else:
+            yield _reshaped(ours)
     axis = 0 if part == "attn.c_proj.weight" else -1
     if part.startswith("attn.") and ours.shape[axis] == config.n_embd:
         order = reading({"head": config.n_head, "unit": config.head_dim}, ("unit", "head"))

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from gpt2.port.graph import Function
 from gpt2.port.terms.causes import Cause
@@ -19,37 +18,14 @@ class LastStep(NamedTuple):
     formula: Function
 
 
-def _centred(x: Tensor) -> Tensor:
-    return x - x.mean(-1, keepdim=True)
-
-
 STEPS: dict[str, LastStep] = {
+    "each token's mean logit is taken off": LastStep("logits-softmaxed", lambda x: x - x.mean(-1, keepdim=True)),
     "each token's largest logit is taken off": LastStep("logits-softmaxed", lambda x: x - x.amax(-1, keepdim=True)),
-    "each token's mean logit is taken off": LastStep("logits-softmaxed", _centred),
-    "each token's smallest logit is taken off": LastStep("logits-softmaxed", lambda x: x - x.amin(-1, keepdim=True)),
-    "each token's logits are the exponentials of a softmax, not divided by their sum": LastStep(
-        "logits-softmaxed", lambda x: (x - x.amax(-1, keepdim=True)).exp()
-    ),
     "the exponential of each logit is given": LastStep("logits-softmaxed", torch.exp),
     "each logit goes through a sigmoid": LastStep("logits-softmaxed", torch.sigmoid),
     "each logit goes through a tanh": LastStep("logits-scaled", torch.tanh),
     "each logit goes through a ReLU": LastStep("logits-scaled", torch.relu),
     "each token's logits are divided by their norm": LastStep("logits-scaled", lambda x: x / x.norm(dim=-1, keepdim=True)),
-    "each token's logits are divided by the largest size of them": LastStep(
-        "logits-scaled", lambda x: x / x.abs().amax(-1, keepdim=True)
-    ),
-    "each token's logits are divided by their standard deviation": LastStep(
-        "logits-scaled", lambda x: x / x.std(-1, keepdim=True)
-    ),
-    "each token's logits are normed: their mean is taken off, and they are divided by their standard deviation": LastStep(
-        "logits-scaled", lambda x: _centred(x) / x.std(-1, correction=0, keepdim=True)
-    ),
-    "each token's logits are normed, with D - 1 in the variance": LastStep(
-        "logits-scaled", lambda x: _centred(x) / x.std(-1, keepdim=True)
-    ),
-    "each token's logits are moved to the range from 0 to 1": LastStep(
-        "logits-scaled", lambda x: (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True))
-    ),
 }
 
 

@@ -1,10 +1,10 @@
-"""Values that are read by another index: how heads are cut and merged, other rows, heads and tokens, fewer heads."""
+"""Values that are read by another index: how heads are cut and merged, and how many they are."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from enum import Enum
 from functools import partial
 
@@ -12,21 +12,11 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, Changed, family
-from gpt2.port.graph import ROWS, TEXT, Edits, Formula, Model, Site, State, merge, right_scale, split
+from gpt2.port.graph import ROWS, TEXT, Edits, Formula, Model, Site, State, right_scale, split
 
-PARTS = {"kv": "keys and values are", "v": "the values are", "k": "the keys are", "q": "the queries are"}
 AXES = {"batch": 0, "head": 1, "token": 2, "unit": 3}  # of the heads' results (B, H, T, K)
 SUBSETS = ("q", "k", "v", "qk", "kv", "qv")
-# Which row, head or token is read in the place of each, of n.
-INDICES: dict[str, Callable[[int], Tensor]] = {
-    "the first {}": lambda n: torch.zeros(n, dtype=torch.long),
-    "the last {}": lambda n: torch.full((n,), n - 1),
-    "the {} before": lambda n: (torch.arange(n) - 1).clamp(min=0),
-    "the next {}": lambda n: (torch.arange(n) + 1).clamp(max=n - 1),
-    "the {} of the same number from the end": lambda n: torch.arange(n - 1, -1, -1),
-}
 MERGED = "heads are put side by side without transposing back, which mixes positions and heads"
-ID_OF_AXIS = {0: ("row", "batch-dependent"), 1: ("head", "head-layout"), 2: ("token", "cache-inconsistent")}
 
 
 class HeadLayout(Enum):
@@ -82,29 +72,13 @@ def layouts(model: Model) -> Iterator[Alternative]:
         for letters in SUBSETS:
             words = f"of {', '.join(letters)}: {layout.value}"
             yield Alternative("head-layout", words, _cut(layout, letters), rare=True, shared=True, sees=sees)
-        behind = {**_cut(layout, "q"), "attn.ks": _behind_cache(layout, "k"), "attn.vs": _behind_cache(layout, "v")}
-        words = f"behind the cache: {layout.value}"
-        yield Alternative("head-layout", words, behind, rare=True, shared=True, steps=True, at_once=True, sees=sees)
-    words = "heads are put side by side in reverse order"
-    yield Alternative("head-layout", words, {"attn.heads": lambda c, s: merge(s["attn.mixed"].flip(1))})
-
-
-def _behind_cache(layout: HeadLayout, letter: str) -> Formula:
-    """Return keys or values that are kept as (B, T, D), and cut into heads when they are read."""
-
-    def formula(c: Site, s: State) -> Tensor:
-        flat = c.keep((letter, c.layer, "flat"), s[f"attn.{letter}"][:, None])[:, 0]
-        return layout.split(flat, c.config.n_head)
-
-    return formula
 
 
 @family
 def merges(model: Model) -> Iterator[Alternative]:
-    """Yield heads whose results are put together with their axes in another order, by a view of other memory."""
+    """Yield heads whose results are put together from memory with axes in another order, and heads that attend to each other."""
     rows, heads = len(model.ids), model.config.n_head
-    shape = (rows, heads, model.ids.shape[1], model.config.head_dim)
-    numbers = torch.arange(math.prod(shape)).reshape(shape)
+    numbers = torch.arange(model.ids.numel() * model.config.n_embd).reshape(rows, heads, model.ids.shape[1], -1)
     known = [layout.merge(numbers) for layout in HeadLayout]  # GPT-2's own, and those above
     for order, exchanged in itertools.product(itertools.permutations(AXES), (False, True)):
         way = partial(_in_memory, order, exchanged)
@@ -116,12 +90,23 @@ def merges(model: Model) -> Iterator[Alternative]:
         words += f"the heads' results are viewed as (B, T, D) while they lie in memory as ({', '.join(order)})"
         edits: Edits = {"attn.heads": lambda c, s, way=way: way(s["attn.mixed"])}
         yield Alternative("head-layout", words, edits, rare=True, sees=ROWS if rows > 1 else TEXT)
+    for masked, words in ((True, ", each those before it and itself"), (False, "")) if heads > 1 else ():
+        detail = f"the heads of one token attend to each other{words}, not the tokens"
+        yield Alternative("head-layout", detail, {"attn.heads": partial(_across, masked)}, rare=True, shared=True)
 
 
 def _in_memory(order: tuple[str, ...], exchanged: bool, mixed: Tensor) -> Tensor:
     rows, heads, tokens, size = mixed.shape
     mixed = mixed.reshape(heads, rows, tokens, size).transpose(0, 1) if exchanged else mixed
     return mixed.permute([AXES[one] for one in order]).reshape(rows, tokens, -1)
+
+
+def _across(masked: bool, c: Site, s: State) -> Tensor:
+    q, k, v = (split(s[f"attn.{one}"], c.config.n_head).transpose(1, 2) for one in "qkv")
+    scores = q @ k.mT * right_scale(c.config, c.layer)  # (B, T, H, H)
+    if masked:
+        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
+    return (scores.softmax(-1) @ v).flatten(2)
 
 
 @family
@@ -142,59 +127,3 @@ def head_counts(model: Model) -> Iterator[Alternative]:
 
 def _split(letter: str, heads: int) -> Formula:
     return lambda c, s: split(s[f"attn.{letter}"], heads)
-
-
-@family
-def fewer_heads(model: Model) -> Iterator[Alternative]:
-    """Yield queries, keys or values of fewer heads than there are, of one head, and heads that are lost."""
-    heads = model.config.n_head
-    for few in (n for n in range(1, heads) if heads % n == 0):
-        ways = {"neighbouring heads share": torch.arange(heads) * few // heads, "in turn": torch.arange(heads) % few}
-        for (how, which), (letters, what) in itertools.product(
-            itertools.islice(ways.items(), 1 if few == 1 else 2), PARTS.items()
-        ):
-            whose = f"the first {few} heads alone, {how}" if few > 1 else "the first head alone"
-            where = tuple(f"attn.c_attn {letter}" for letter in letters)
-            edits = _indexed(letters, 1, which)
-            yield Alternative("head-layout", f"{what} those of {whose}", edits, where, rare=True, shared=True)
-    for head in range(heads if heads > 1 else 0):
-        words = f"the result of head {head} is zero, as if the loop over heads left it out"
-        lost = Changed("attn.mixed", partial(_without, head))
-        yield Alternative("head-layout", words, {"attn.mixed": lost}, rare=True, shared=True)
-    for masked, words in ((True, ", each those before it and itself"), (False, "")) if heads > 1 else ():
-        detail = f"the heads of one token attend to each other{words}, not the tokens"
-        yield Alternative("head-layout", detail, {"attn.heads": partial(_across, masked)}, rare=True, shared=True)
-
-
-def _indexed(letters: str, axis: int, which: Tensor) -> dict[str, Formula]:
-    return {node: Changed(node, lambda c, y: y.index_select(axis, which)) for node in (f"attn.{letter}h" for letter in letters)}
-
-
-def _without(head: int, c: Site, mixed: Tensor) -> Tensor:
-    kept = torch.ones(mixed.shape[1], 1, 1, dtype=mixed.dtype)
-    kept[min(head, len(kept) - 1)] = 0.0
-    return mixed * kept
-
-
-def _across(masked: bool, c: Site, s: State) -> Tensor:
-    q, k, v = (split(s[f"attn.{one}"], c.config.n_head).transpose(1, 2) for one in "qkv")
-    scores = q @ k.mT * right_scale(c.config, c.layer)  # (B, T, H, H)
-    if masked:
-        scores = scores.masked_fill(torch.ones_like(scores, dtype=torch.bool).triu(1), -math.inf)
-    return (scores.softmax(-1) @ v).flatten(2)
-
-
-@family
-def indices(model: Model) -> Iterator[Alternative]:
-    """Yield queries, keys or values of another row, head or token."""
-    sizes = (len(model.ids), model.config.n_head, model.ids.shape[1])
-    for (axis, (name, id)), (words, index), (letters, what) in itertools.product(
-        ID_OF_AXIS.items(), INDICES.items(), PARTS.items()
-    ):
-        if sizes[axis] > 1 and not (axis == 1 and words.startswith("the first")):  # which is fewer heads
-            edits = {
-                node: Changed(node, lambda c, y, a=axis, i=index: y.index_select(a, i(y.shape[a])))
-                for node in (f"attn.{letter}h" for letter in letters)
-            }
-            sees = ROWS if axis == 0 else TEXT if axis == 2 else ""
-            yield Alternative(id, f"{what} those of {words.format(name)}", edits, rare=True, shared=True, sees=sees)

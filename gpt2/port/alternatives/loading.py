@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives import entries
 from gpt2.port.alternatives.alternative import Alternative, family
-from gpt2.port.alternatives.norms import SOURCES, normed
+from gpt2.port.alternatives.norms import normed
 from gpt2.port.graph import MODULES, READS, THIRDS, Edits, Formula, Model, Site, State, affine
 
 Pair = tuple[Tensor, Tensor]  # weight (I, O) and bias (O,)
@@ -23,8 +23,6 @@ for _node, _module in MODULES.items():
 MATRICES = tuple(NODES_OF)
 WHAT = {"attn.c_attn": "queries, keys and values", "attn.c_proj": "attention's output projection"}
 WHAT |= {"mlp.c_fc": "the feed-forward's first layer", "mlp.c_proj": "the feed-forward's second layer"}
-MAX_BLOCKS = 4  # beyond that, a tensor of another block is of a neighbour or of the first
-WIDE = ("attn.c_attn", "mlp.c_fc", "mlp.c_proj")  # of more numbers than width times width
 
 
 def read(change: Change, *nodes: str) -> Edits:
@@ -62,11 +60,6 @@ def _reshaped(w: Tensor) -> Tensor:
     return w.reshape(w.shape[::-1]).t()
 
 
-def _turned(w: Tensor) -> Tensor:
-    """Return what a matrix is that was not turned, or was reshaped where it is not square."""
-    return w.t() if w.shape[0] == w.shape[1] else _reshaped(w)
-
-
 def _nth(number: int, make: Callable[[Tensor], Iterator[entries.Misreading]]) -> Callable[[Tensor], Tensor]:
     return lambda tensor: list(make(tensor))[number].tensor
 
@@ -79,10 +72,8 @@ def c_attn(model: Model) -> Iterator[Alternative]:
     for number, one in enumerate(entries.cut_c_attn(weight)):
         words, change = f"c_attn's weight {one.words}", _nth(number, entries.cut_c_attn)
         yield Alternative(one.id, words, read(weighted(change), *nodes), name)
-        for lack, letters in (("values", "v"), ("queries, keys and values", "qkv")):
-            without = partial(_cut_without, change, letters)
-            also = (("missing-bias", f"the {lack} have no bias"),)
-            yield Alternative(one.id, words, read(without, *nodes), name, also=also, rare=True)
+        also = (("missing-bias", "queries, keys and values have no bias"),)
+        yield Alternative(one.id, words, read(weighted(change, unbiased=True), *nodes), name, also=also, rare=True)
     for order in entries.orders_of_c_attn(config):
         if torch.equal(order.index, torch.arange(len(order.index))):
             continue  # GPT-2's own
@@ -92,61 +83,36 @@ def c_attn(model: Model) -> Iterator[Alternative]:
     yield from _thirds(model)
 
 
-def _cut_without(change: Callable[[Tensor], Tensor], letters: str, c: Site, module: str) -> Pair:
-    weight, bias = held(c, module)
-    parts = [torch.zeros_like(part) if one in letters else part for one, part in zip("qkv", bias.chunk(3), strict=True)]
-    return change(weight), torch.cat(parts)
-
-
 def _reordered(index: Tensor, leaves: tuple[int, ...], c: Site, module: str) -> Pair:
     weight, bias = (one.index_select(-1, index) if leaf in leaves else one for leaf, one in enumerate(held(c, module)))
     return weight, bias
 
 
 def _thirds(model: Model) -> Iterator[Alternative]:
-    """Yield misreadings of the queries', keys' and values' projections, each alone and together."""
-    name = "attn.c_attn.weight"
-    for number, one in enumerate(entries.misread(name, model.state[f"h.0.{name}"].chunk(3, -1)[0], model.config)):
-        for letters in ("q", "k", "v", "qkv"):
-            words = f"the projection to {letters} {one.words}" if letters != "qkv" else f"q, k and v: each {one.words}"
-            change = partial(_third_misread, letters, number, one.id == "head-layout")
-            where = "attn.c_attn" if letters == "qkv" else f"attn.{letters}"
-            yield Alternative(one.id, words, read(change, *(f"attn.{one}" for one in letters)), where)
-    for letters, what in (("q", "queries"), ("v", "values")):
-        change = partial(_cut_without, lambda w: w, letters)
-        yield Alternative("missing-bias", f"the {what} have no bias", read(change, f"attn.{letters}"))
-    for letters, what in (("q", "queries"), ("k", "keys"), ("v", "values")):
-        zero: dict[str, Formula] = {f"attn.{letters}": lambda c, s, one=letters: c.linear(f"attn.{one}")[1].expand_as(s["ln_1"])}
-        yield Alternative("not-loaded", f"the weight of the {what} is zero, as a fresh array is", zero, rare=True)
+    """Yield projections to queries, keys and values that are transposed, or have no bias."""
+    for letters in ("q", "k", "v", "qkv"):
+        words = f"the projection to {letters} is transposed" if len(letters) == 1 else "q, k and v: each is transposed"
+        turned: dict[str, Formula] = {f"attn.{one}": partial(_third, one, True) for one in letters}
+        yield Alternative("transposed", words, turned, "attn.c_attn" if letters == "qkv" else f"attn.{letters}")
+    for letter, what in (("q", "queries"), ("v", "values")):
+        lost: dict[str, Formula] = {f"attn.{letter}": partial(_third, letter, False)}
+        yield Alternative("missing-bias", f"the {what} have no bias", lost)
 
 
-def _third_misread(letters: str, number: int, both: bool, c: Site, module: str) -> Pair:
-    """Return c_attn with the ``number``-th misreading of some of its thirds; ``both``: of the bias as well."""
-    thirds = [list(one.chunk(3, -1)) for one in held(c, module)]
-    for share, letter in enumerate("qkv"):
-        if letter in letters:
-            ways = list(entries.misread(f"{module}.weight", thirds[0][share], c.config))
-            thirds[0][share] = ways[number].tensor
-            if both:
-                orders = [one for one in entries.misread(f"{module}.bias", thirds[1][share], c.config) if one.id == "head-layout"]
-                thirds[1][share] = orders[number - (len(ways) - len(orders))].tensor
-    weight, bias = (torch.cat(one, -1) for one in thirds)
-    return weight, bias
+def _third(letter: str, turned: bool, c: Site, s: State) -> Tensor:
+    weight, bias = c.linear(f"attn.{letter}")
+    return s["ln_1"] @ weight.t() + bias if turned else s["ln_1"] @ weight
 
 
 @family
 def matrices(model: Model) -> Iterator[Alternative]:
-    """Yield matrices that are turned, reordered, shifted or zero, one at a time and together."""
+    """Yield matrices that are turned, reordered or zero, one at a time and together."""
     for module in MATRICES[1:]:
         name = f"{module}.weight"
         make = partial(_misread, name, model.config)
         for number, one in enumerate(make(model.state[f"h.0.{name}"])):
             edits = read(weighted(_nth(number, make)), *NODES_OF[module])
             yield Alternative(one.id, f"the weight {one.words}", edits, name)
-    for module, by in itertools.product(MATRICES, (1, -1)):
-        words = f"the weight is read one number too {'early' if by > 0 else 'late'}: each entry is its neighbour's in the file"
-        change = weighted(lambda w, by=by: w.flatten().roll(by).view_as(w))
-        yield Alternative("wrong-tensor", words, read(change, *NODES_OF[module]), f"{module}.weight", rare=True)
     for module in MATRICES:
         words = "the weight is zero, as a fresh array is"
         yield Alternative("not-loaded", words, read(weighted(torch.zeros_like), *NODES_OF[module]), f"{module}.weight")
@@ -154,8 +120,6 @@ def matrices(model: Model) -> Iterator[Alternative]:
     yield Alternative("transposed", words, read(weighted(_reshaped), "mlp.c_fc", "mlp.c_proj"), "mlp")
     words = "every matrix was reshaped where it had to be transposed"
     yield Alternative("transposed", words, read(weighted(_reshaped), *MODULES), "")
-    words = "no matrix was turned: square ones are transposed, others reshaped"
-    yield Alternative("transposed", words, read(weighted(_turned), *MODULES), "", rare=True)
 
 
 def _misread(name: str, config: GPT2Config, weight: Tensor) -> Iterator[entries.Misreading]:
@@ -168,9 +132,9 @@ def biases(model: Model) -> Iterator[Alternative]:
     for module, what in WHAT.items():
         edits = read(biased(torch.zeros_like), *NODES_OF[module])
         yield Alternative("missing-bias", f"{what}: no bias is added", edits, module)
-    for times in sorted({2, model.config.n_head} - {1}):
-        edits = read(biased(lambda b, times=times: times * b), "attn.c_proj")
-        yield Alternative("extra-bias", f"the bias is added {times} times", edits, "attn.c_proj.bias")
+    for module in ("attn.c_proj", "mlp.c_proj"):
+        twice = read(biased(lambda b: 2 * b), module)
+        yield Alternative("extra-bias", "the bias is added 2 times", twice, f"{module}.bias")
     linear = read(biased(torch.zeros_like), *MODULES)
     yield Alternative("missing-bias", "no linear layer has a bias", linear, "")
     norms: dict[str, Formula] = {
@@ -183,37 +147,27 @@ def biases(model: Model) -> Iterator[Alternative]:
         yield Alternative("wrong-tensor", f"{one}.bias holds the checkpoint's {other[one]}.bias", read(lent, one), one)
     words = "the biases of the two c_proj have changed places"
     yield Alternative("wrong-tensor", words, read(lent, *other), "attn.c_proj")
-    words = "the second layer's bias is the beginning of the first one's, which has none"
-    width = model.config.n_embd
-    edits = read(biased(torch.zeros_like), "mlp.c_fc")
-    edits = {**edits, **read(lambda c, module: (held(c, module)[0], c["mlp.c_fc.bias"][:width]), "mlp.c_proj")}
-    yield Alternative("wrong-tensor", words, edits, "mlp.c_proj.bias")
+    words = "the second layer's bias is the beginning of the first one's"
+    begin: Change = lambda c, module: (held(c, module)[0], c["mlp.c_fc.bias"][: c.config.n_embd])  # noqa: E731
+    yield Alternative("wrong-tensor", words, read(begin, "mlp.c_proj"), "mlp.c_proj.bias")
 
 
 @family
 def other_blocks(model: Model) -> Iterator[Alternative]:
-    """Yield blocks that hold the tensors of another block: all, one module's, or one tensor."""
+    """Yield blocks that hold the tensors of another block: all of them, or those of one module."""
     layers = model.config.n_layer
-    steps = range(1, layers) if layers <= MAX_BLOCKS else (1, layers - 1)
     sources: dict[str, Callable[[int], int]] = {
-        f"the block {step} behind it, beginning anew at the end": partial(_on, step, layers) for step in steps
+        "the next block, the last one those of the first": lambda layer: (layer + 1) % layers,
+        "the block before, the first one those of the last": lambda layer: (layer - 1) % layers,
+        "the first block": lambda layer: 0,
+        "the last block": lambda layer: layers - 1,
     }
-    sources |= {"the first block": lambda layer: 0, "the last block": lambda layer: layers - 1}
     modules = {**NODES_OF, "ln_1": ("ln_1",), "ln_2": ("ln_2",)}
-    for which, source in sources.items() if layers > 1 else ():
-        for module, nodes in {**modules, "": tuple(node for some in modules.values() for node in some)}.items():
-            edits: dict[str, Formula] = {node: partial(_elsewhere, node, source) for node in nodes}
-            same = partial(_same, source)
-            words = f"it holds the checkpoint's tensors of {which}"
-            yield Alternative("wrong-tensor", words, edits, module, silent=same)
-        for module, leaf in itertools.product(modules, (0, 1)):
-            name = f"{module}.{('weight', 'bias')[leaf]}"
-            words = f"it holds the checkpoint's {name} of {which}"
-            yield Alternative("wrong-tensor", words, _leaf(module, leaf, source), name, silent=same, rare=True)
-
-
-def _on(step: int, layers: int, layer: int) -> int:
-    return (layer + step) % layers
+    modules[""] = tuple(node for some in modules.values() for node in some)
+    for (which, source), (module, nodes) in itertools.product(sources.items(), modules.items()) if layers > 1 else ():
+        edits: dict[str, Formula] = {node: partial(_elsewhere, node, source) for node in nodes}
+        words, same = f"it holds the checkpoint's tensors of {which}", partial(_same, source)
+        yield Alternative("wrong-tensor", words, edits, module, silent=same)
 
 
 def _same(source: Callable[[int], int], layer: int) -> bool:
@@ -222,47 +176,3 @@ def _same(source: Callable[[int], int], layer: int) -> bool:
 
 def _elsewhere(node: str, source: Callable[[int], int], c: Site, s: State) -> Tensor:
     return c.at(source(c.layer)).right(node, s)
-
-
-def _leaf(module: str, leaf: int, source: Callable[[int], int]) -> Edits:
-    """Return the edits of a module that holds another block's weight or bias."""
-
-    def both(c: Site, module: str, numbers: Callable[[Site], Pair]) -> Pair:
-        own, other = numbers(c), numbers(c.at(source(c.layer)))
-        return (other[0], own[1]) if leaf == 0 else (own[0], other[1])
-
-    if module not in SOURCES:
-        return read(lambda c, module: both(c, module, lambda site: held(site, module)), *NODES_OF[module])
-
-    def make(c: Site, x: Tensor, part: str) -> Tensor:
-        weight, bias = both(c, part, lambda site: site.numbers(part))
-        return torch.layer_norm(x, weight.shape, weight, bias, c.config.layer_norm_epsilon)
-
-    return {module: normed(module, make)}
-
-
-@family
-def strides(model: Model) -> Iterator[Alternative]:
-    """Yield tensors of a file that stacks each kind over the blocks, of which block n's begins at a wrong multiple."""
-    width = model.config.n_embd
-    for module, (leaf, turned) in itertools.product(WIDE, (("weight", False), ("weight", True), ("bias", False))):
-        stride, size = width * width if leaf == "weight" else width, model.state[f"h.0.{module}.{leaf}"].numel()
-        if size == stride or model.config.n_layer == 1:
-            continue
-        words = f"block n reads it from number {stride} n on of all blocks' tensors, which have {size} each"
-        words += ", stored as [out, in]" * turned
-        edits = read(partial(_strided, leaf, turned, stride), *NODES_OF[module])
-        yield Alternative("wrong-tensor", words, edits, f"{module}.{leaf}", silent=lambda n: n == 0, shared=True)
-
-
-def _strided(leaf: str, turned: bool, stride: int, c: Site, module: str) -> Pair:
-    def of(layer: int) -> Tensor:
-        tensor = c.at(layer)[f"{module}.{leaf}"]
-        return tensor.T if turned else tensor
-
-    size = of(0).numel()
-    first, begin = divmod(c.layer * stride, size)
-    flat = torch.cat([of(first).flatten(), of(min(first + 1, c.layer)).flatten()])
-    own = flat[begin : begin + size].view(of(0).shape)
-    weight, bias = held(c, module)
-    return (own.T if turned else own, bias) if leaf == "weight" else (weight, own)

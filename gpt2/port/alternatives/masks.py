@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,12 +20,11 @@ from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 from gpt2.port.terms.causes import MASKED
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
-# Axes that a softmax runs over together, with words for a message.
-TOGETHER = {
-    (-2, -1): "the queries and keys of a head together (dim=(-2, -1)), not over the keys of each query",
-    (1, -2, -1): "all heads, queries and keys of a row together, not over the keys of each query",
-    (0, 1, -2, -1): "the whole array, as without an axis, not over the keys of each query",
-}
+# Axes that exponentials are summed over together, and over which the largest is taken off.
+TOGETHER = (
+    ((-2,), (-1,), "the queries (dim=-2), not over the keys; each query's largest is taken off before"),
+    ((-2, -1), (-2, -1), "the queries and keys of a head together (dim=(-2, -1)), not over the keys of each query"),
+)
 MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
 CAUSAL: Mask = lambda t, j, a, e: j <= t  # noqa: E731
 MASKS: dict[str, tuple[str, Mask]] = {
@@ -33,10 +33,6 @@ MASKS: dict[str, tuple[str, Mask]] = {
     "a token sees only what came before it, but for the first, which sees itself": (
         "mask-strict",
         lambda t, j, a, e: (j < t) | ((t == 0) & (j == 0)),
-    ),
-    "a token sees every second one before it, as with a stride of 2": (
-        "mask-strict",
-        lambda t, j, a, e: (j <= t) & ((t - j) % 2 == 0),
     ),
     "a token sees the one after it": ("mask-off-by-one", lambda t, j, a, e: j <= t + 1),
     "the mask is the wrong way round: a token sees itself and the future, not the past": (
@@ -48,9 +44,9 @@ MASKS: dict[str, tuple[str, Mask]] = {
         lambda t, j, a, e: j > t,
     ),
 }
-FILLED = ("", *list(MASKS)[1:2], list(MASKS)[3])  # masks whose hidden scores are tried with other numbers
+FILLED = ("", *list(MASKS)[1:2])  # masks whose hidden scores are tried with other numbers
 FEW = (-1e4, -1e5, -1e9)  # which hide nothing where scores are as low
-FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e-20, 1e9)
+FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e9)
 # What shows only where a text is read in several calls.
 IN_CALLS: dict[str, tuple[str, Mask]] = {
     "the mask begins anew in each call": ("cache-inconsistent", lambda t, j, a, e: j <= t - a),
@@ -98,24 +94,8 @@ def _softmax(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
     return _masked(mask, fill, s["attn.scores"], c.tokens, torch.tensor(c.begin), torch.tensor(c.end), axis)
 
 
-def _over_after(mask: Mask, axis: int, c: Site, s: State) -> Tensor:
-    keys = torch.arange(s["attn.scores"].shape[-1])
-    return s["attn.scores"].softmax(axis) * mask(c.tokens, keys, torch.tensor(c.begin), torch.tensor(c.end))
-
-
-def _weighed(
-    id: str,
-    words: str,
-    formula: Formula,
-    *also: tuple[str, str],
-    sees: str = TEXT,
-    rare: bool = False,
-    shared: bool = False,
-    steps: bool = False,
-    fix: str | None = None,
-) -> Alternative:
-    edits = {"attn.weights": formula}
-    return Alternative(id, words, edits, also=also, fix=fix, rare=rare, shared=shared, sees=sees, steps=steps)
+def _weighed(id: str, words: str, formula: Formula, *also: tuple[str, str], sees: str = TEXT, **how: Any) -> Alternative:
+    return Alternative(id, words, {"attn.weights": formula}, also=also, sees=sees, **how)
 
 
 def ahead(mask: Mask) -> bool:
@@ -171,37 +151,23 @@ def masks_in_calls(model: Model) -> Iterator[Alternative]:
 def softmaxes(model: Model) -> Iterator[Alternative]:
     """Yield softmaxes over other axes, with every mask, and none at all."""
     sizes = {1: model.config.n_head, 0: len(model.ids)}
-    for (axis, over), (why, (id, mask)) in itertools.product(AXES.items(), {"": ("", CAUSAL), **MASKS}.items()):
+    for axis, over in AXES.items():
         if sizes.get(axis, 2) == 1:
             continue
-        words, also = f"the softmax runs {over} (dim={axis}), not over the keys", ((id, why),) if id else ()
-        sees = ROWS if axis == 0 else TEXT
-        for fill, how in ((-math.inf, ""), (-1e30, "; where nothing is seen, all is alike")):
-            formula = partial(_softmax, mask, fill, axis)
-            yield _weighed("softmax-axis", words + how, formula, *also, sees=sees, rare=bool(also))
-        if not id:
-            multiplied = "mask-multiplied", "masked scores become zero, which softmax gives a share, instead of minus infinity"
-            yield _weighed("softmax-axis", words, partial(_softmax, mask, 0.0, axis), multiplied, sees=sees, rare=True)
-            yield _weighed("softmax-axis", f"{words}, and the mask behind it", partial(_over_after, mask, axis), sees=sees)
-    words = "the exponentials are summed over the queries (dim=-2), not over the keys; each query's largest is taken off before"
-    yield _weighed("softmax-axis", words, partial(_over, (-2,), (-1,)))
-    for axes, over in TOGETHER.items():
-        sees = ROWS if 0 in axes else TEXT
-        yield _weighed("softmax-axis", f"the softmax runs over {over}", partial(_over, axes, axes), sees=sees)
+        words, sees = f"the softmax runs {over} (dim={axis}), not over the keys", ROWS if axis == 0 else TEXT
+        for (why, (id, mask)), fill in itertools.product({"": ("", CAUSAL), **MASKS}.items(), (-math.inf, -1e30)):
+            also, how = ((id, why),) if id else (), "; where nothing is seen, all is alike" if fill > -math.inf else ""
+            yield _weighed("softmax-axis", words + how, partial(_softmax, mask, fill, axis), *also, sees=sees, rare=bool(id))
+    words = "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it"
+    yield _weighed("softmax-axis", words, lambda c, s: s["attn.scores"].softmax(-2) * _causal(c, s))
+    for axes, largest, over in TOGETHER:
+        yield _weighed("softmax-axis", f"the softmax runs over {over}", partial(_over, axes, largest))
     words = "the mask is added to the scores as zeros and ones, which hides nothing"
     yield _weighed("mask-missing", words, lambda c, s: (s["attn.scores"] + _causal(c, s)).softmax(-1))
-    words = "ones are taken from the scores of later tokens, which hides nothing"
-    yield _weighed("mask-missing", words, lambda c, s: (s["attn.scores"] - (~_causal(c, s)).to(s["attn.scores"])).softmax(-1))
     none = "scores weigh the values as they are, without a softmax"
     yield _weighed("softmax-missing", none, lambda c, s: s["attn.scores"] * _causal(c, s), sees="")
-    words = "the scores take the place of the weights, divided by the number of tokens, without a softmax"
-    yield _weighed("softmax-missing", words, lambda c, s: s["attn.scores"] * _causal(c, s) / s["attn.scores"].shape[-1])
     words = "the exponentials of the scores are not divided by their sum"
     yield _weighed("softmax-missing", words, lambda c, s: s["attn.scores"].exp() * _causal(c, s), sees="")
-    largest = lambda c, s: (s["attn.scores"] - _hidden(c, s).amax(-1, keepdim=True)).exp() * _causal(c, s)  # noqa: E731
-    yield _weighed("softmax-missing", f"{words}; the largest score is taken off", largest, sees="")
-    words = "the softmax runs twice, the second time over its own result"
-    yield _weighed("softmax-missing", words, _twice, sees="", rare=True)
     words = "the terms of the sum over tokens are assigned, not added: the last value alone counts, with its weight"
     alone = Changed("attn.weights", lambda c, w: w * (torch.arange(w.shape[-1]) == c.tokens))
     yield _weighed("value-projection-wrong", words, alone, sees="", rare=True, shared=True)
@@ -215,10 +181,6 @@ def _hidden(c: Site, s: State) -> Tensor:
     return s["attn.scores"].masked_fill(~_causal(c, s), -math.inf)
 
 
-def _twice(c: Site, s: State) -> Tensor:
-    return _hidden(c, {"attn.scores": _hidden(c, s).softmax(-1)}).softmax(-1)
-
-
 def _over(summed: tuple[int, ...], compared: tuple[int, ...], c: Site, s: State) -> Tensor:
     """Return exponentials divided by their sum over some axes, from scores less their largest over others."""
     scores = _hidden(c, s)
@@ -228,32 +190,15 @@ def _over(summed: tuple[int, ...], compared: tuple[int, ...], c: Site, s: State)
 
 @family
 def windows(model: Model) -> Iterator[Alternative]:
-    """Yield masks that hide earlier tokens, and softmaxes over empty places."""
+    """Yield masks that hide earlier tokens, and a softmax over one key more."""
     fix = f"{MASKED}  # no window: a token sees all tokens before it"
-
-    def hides(words: str, visible: Mask) -> Alternative:
-        mask: Mask = lambda t, j, a, e: (j <= t) & visible(t, j, a, e)  # noqa: E731
-        formula = Weighing(partial(_masked, mask, -math.inf))
-        return _weighed("mask-strict", words, formula, sees="", fix=fix, rare=True, shared=True)
-
-    yield replace(
-        hides("a token sees the first one never, but for the first itself", lambda t, j, a, e: (j > 0) | (t == 0)), fix=None
-    )
     for size in lengths(model, MOST_WINDOW):
-        see = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
-        yield hides(see, lambda t, j, a, e, n=size: j > t - n)
-        yield hides(f"{see}, and the first of all", lambda t, j, a, e, n=size: (j > t - n) | (j == 0))
-        if size > 1:
-            words = f"a token sees those of its own {size} alone: attention runs in pieces"
-            yield hides(words, lambda t, j, a, e, n=size: t // n == j // n)
-            words = f"a token sees every one that is {size} before another, itself first"
-            yield hides(words, lambda t, j, a, e, n=size: (t - j) % n == 0)
+        words = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
+        mask: Mask = lambda t, j, a, e, n=size: (j <= t) & (j > t - n)  # noqa: E731
+        formula = Weighing(partial(_masked, mask, -math.inf))
+        yield _weighed("mask-strict", words, formula, sees="", fix=fix, rare=True, shared=True)
     words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
     yield _weighed("cache-inconsistent", words, Weighing(partial(_emptied, lambda t, a: t >= 0)), sees="", rare=True, shared=True)
-    for size in sorted({model.ids.shape[1], model.config.n_positions}):
-        words = f"the softmax runs over a buffer for {size} tokens, zero behind the last one, which takes a share"
-        formula = Weighing(partial(_emptied, lambda t, a, size=size: size - 1 - t))
-        yield _weighed("mask-multiplied", words, formula, rare=True, shared=True)
 
 
 def _emptied(count: Callable[[Tensor, Tensor], Tensor], scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:

@@ -1,37 +1,38 @@
-"""Known right and wrong formulas for GPT-2's layer norm: one function with many settings, and the faults of each."""
+"""Right and wrong formulas of GPT-2's layer norm: one function with many settings, and the causes of each."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from functools import partial
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
-from gpt2.port.graph import Function
-from gpt2.port.terms.causes import Cause
-
-EPSILONS = (1e-5, 1e-6, 1e-8, 1e-12, 0.0, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
-RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, 1e-12, torch.finfo(torch.float64).eps, torch.finfo(torch.float32).eps)
+EPSILONS = (1e-5, 1e-6, 1e-8, 0.0, 1e-12, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
+RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, torch.finfo(torch.float32).eps)
+TINY = 1e-12  # an epsilon that seldom shows
 RMS: dict[str, Any] = {"centred": False, "square": True}  # turns a layer norm into an RMS norm
-AXES = {
-    (1,): "over the positions",
-    (0,): "over the batch",
-    (1, 2): "over positions and width together",
-    (0, 1): "over batch and positions, as batch normalisation does",
+Causes = tuple[tuple[str, str], ...]  # ids and words
+# What a norm applies of its weight and bias, and which of them.
+BOTH, NO_BIAS, NO_WEIGHT, NO_AFFINE, ITSELF, ONE_MORE = "weight and bias", "weight", "bias", "", "both, on x", "weight + 1"
+SHOWN = (NO_BIAS, NO_WEIGHT, NO_AFFINE, ITSELF)  # what does not show where the weight is one and the bias zero
+UNBIASED = "layernorm-unbiased-variance", "the variance is divided by D - 1, as torch.var and torch.std do by default"
+RMS_NORM = "rmsnorm", "it divides by the root mean square and does not subtract the mean (RMSNorm)"
+DEVIATION = "rmsnorm", "it divides by the standard deviation and does not subtract the mean"
+UNCENTRED = "rmsnorm", "it subtracts the mean, but divides by the root mean square of what was not centred"
+WITHOUT_BIAS = "missing-bias", "the norm's bias is not applied"
+WITHOUT_AFFINE = "layernorm-without-affine", "neither weight nor bias is applied"
+# What does not divide by the standard deviation, with the settings of that.
+UNDIVIDED: dict[str, dict[str, Any]] = {
+    "the mean is subtracted, but nothing divides by the standard deviation": {"power": 0.0},
+    "it divides by the variance, not by its root": {"power": 1.0},
+    "it divides by the root of the standard deviation plus epsilon": {"outside": True, "again": True},
+    "it divides by the root of the standard deviation": {"again": True},
+    "it divides by the square of the variance": {"power": 2.0},
+    "the mean alone is divided: brackets around x - mean are missing": {"brackets": 1},
+    "the mean alone is divided, and multiplied by the weight: brackets around x - mean are missing": {"brackets": 0},
 }
-
-
-class NormFormula(NamedTuple):
-    """A formula that a port may follow, the faults that this would show, and whether it mixes the rows of a batch."""
-
-    label: str
-    formula: Function
-    faults: tuple[Cause, ...]
-    mixes_rows: bool
 
 
 def layer_norm(
@@ -64,88 +65,43 @@ def layer_norm(
     return (middle if centred else x) / (divisor.sqrt() if again else divisor) * weight + bias
 
 
-def known_norms(config: GPT2Config, state: Mapping[str, Tensor], name: str) -> list[NormFormula]:
-    """Return the hypotheses for the norm ``name`` (``h.0.ln_1``, ``ln_f``), the right one first."""
+def applied(weight: Tensor, bias: Tensor, affine: str) -> tuple[Tensor, Tensor]:
+    """Return what is applied of a norm's weight and bias."""
+    ones, zeros = torch.ones_like(weight), torch.zeros_like(bias)
+    known = {NO_BIAS: (weight, zeros), NO_WEIGHT: (ones, bias), NO_AFFINE: (ones, zeros), ONE_MORE: (weight + 1, bias)}
+    return known.get(affine, (weight, bias))
 
-    def parameters(name: str) -> tuple[Tensor, Tensor]:
-        return state[f"{name}.weight"], state[f"{name}.bias"]
 
-    given, part = config.layer_norm_epsilon, name.rpartition(".")[2]
+def wrong_norms(given: float) -> Iterator[tuple[Causes, bool, str, dict[str, Any]]]:
+    """Yield the causes of each wrong formula, whether it is rare, what it applies, and its settings of :func:`layer_norm`.
+
+    ``given``: the checkpoint's epsilon.
+    """
     epsilons = dict.fromkeys((given, *EPSILONS))
-    weight, bias = parameters(name)
-    own, plain = (weight, bias), (torch.ones_like(weight), torch.zeros_like(bias))
-    trivial = bool((weight == 1).all()) and not bool(bias.any())  # these parameters have no effect
-    out: list[NormFormula] = []
 
-    def add(label: str, *faults: Cause, affine: tuple[Tensor, Tensor] = own, eps: float = given, **how: Any) -> None:
-        formula = partial(layer_norm, weight=affine[0], bias=affine[1], eps=eps, **how)
-        out.append(NormFormula(label, formula, faults, 0 in how.get("axes", ())))
-
-    def fault(id: str, detail: str, kind: str = "") -> Cause:
-        return Cause.at(id, part, detail, kind)
-
-    def other_eps(eps: float, where: str = "") -> tuple[Cause, ...]:
-        value = "no epsilon" if eps == 0 else f"epsilon {eps:g}"
-        wrong = fault("layernorm-eps", f"{value}{where}; the checkpoint's is {given:g}, added to the variance")
+    def other(eps: float, where: str = "") -> Causes:
+        value = f"epsilon {eps:g}" if eps > TINY else f"no epsilon, or one of at most {TINY:g}"
+        wrong = "layernorm-eps", f"{value}{where}; the checkpoint's is {given:g}, added to the variance"
         return (wrong,) if where or eps != given else ()
 
-    unbiased = fault("layernorm-unbiased-variance", "the variance is divided by D - 1, as torch.var and torch.std do by default")
-    rms = fault("rmsnorm", "it divides by the root mean square and does not subtract the mean (RMSNorm)")
-    deviation = fault("rmsnorm", "it divides by the standard deviation and does not subtract the mean")
-    uncentred = fault("rmsnorm", "it subtracts the mean, but divides by the root mean square of what was not centred")
-    no_bias = fault("missing-bias", "the norm's bias is not applied")
-    no_affine = fault("layernorm-without-affine", "neither weight nor bias is applied")
-
-    for eps in epsilons:
-        add("right" if eps == given else f"eps {eps:g}", *other_eps(eps), eps=eps)
-    for eps in epsilons:
-        add(f"unbiased {eps:g}", unbiased, *other_eps(eps), eps=eps, correction=1)
-    for correction, first in ((0, ()), (1, (unbiased,))):
-        for eps in filter(None, epsilons):
-            outside = other_eps(eps, " added to the standard deviation")
-            add(f"outside {correction} {eps:g}", *first, *outside, eps=eps, correction=correction, outside=True)
-
-    undivided = "layernorm-not-normalising"
-    if not trivial:
-        add("affine only", fault(undivided, "weight and bias are applied to x itself"), centred=False, power=0.0)
-    add("centred only", fault(undivided, "the mean is subtracted, but nothing divides by the standard deviation"), power=0.0)
-    add("by the variance", fault(undivided, "it divides by the variance, not by its root"), power=1.0)
-    for beside, words in ((True, "the standard deviation plus epsilon"), (False, "the standard deviation")):
-        rooted = fault(undivided, f"it divides by the root of {words}")
-        add(f"by the root of {words}", rooted, outside=beside, again=True)
-    for brackets, words in ((1, "the mean alone is divided"), (0, "the mean alone is divided, and multiplied by the weight")):
-        add(f"brackets {brackets}", fault(undivided, f"{words}: brackets around x - mean are missing"), brackets=brackets)
-    add("by the square", fault(undivided, "it divides by the square of the variance"), power=2.0)
-    if not trivial:
-        add("no affine", no_affine, affine=plain)
-        add("no weight", fault("layernorm-without-affine", "the weight is not applied"), affine=(plain[0], bias))
-        add("no bias", no_bias, affine=(weight, plain[1]))
-    added = fault("layernorm-without-affine", "one is added to the weight before it is applied")
-    add("one more", added, affine=(weight + 1, bias))
-
+    for correction, first in ((0, ()), (1, (UNBIASED,))):
+        for eps in epsilons:
+            if causes := (*first, *other(eps)):
+                yield causes, len(causes) > 1, BOTH, {"eps": eps, "correction": correction}
+            if eps:
+                outside = {"eps": eps, "correction": correction, "outside": True}
+                yield (*first, *other(eps, " added to the standard deviation")), True, BOTH, outside
+    for words, how in UNDIVIDED.items():
+        yield (("layernorm-not-normalising", words),), False, BOTH, {"eps": given, **how}
+    yield (("layernorm-without-affine", "one is added to the weight before it is applied"),), False, ONE_MORE, {"eps": given}
+    unnormed = {"centred": False, "power": 0.0}
+    yield (("layernorm-not-normalising", "weight and bias are applied to x itself"),), False, ITSELF, unnormed
+    yield (WITHOUT_AFFINE,), False, NO_AFFINE, {"eps": given}
+    yield (("layernorm-without-affine", "the weight is not applied"),), False, NO_WEIGHT, {"eps": given}
+    yield (WITHOUT_BIAS,), False, NO_BIAS, {"eps": given}
     for eps in dict.fromkeys((given, *RMS_EPSILONS)):
-        add(f"rms {eps:g}", rms, eps=eps, **RMS)
-        if not trivial:
-            add(f"rms no bias {eps:g}", rms, *[no_bias] * bool(bias.any()), affine=(weight, plain[1]), eps=eps, **RMS)
-            add(f"rms no affine {eps:g}", rms, no_affine, affine=plain, eps=eps, **RMS)
-        add(f"rms outside {eps:g}", rms, *other_eps(eps, " added to the root"), eps=eps, outside=True, **RMS)
-        add(f"by deviation {eps:g}", deviation, eps=eps, centred=False)
-        add(f"by unbiased deviation {eps:g}", deviation, unbiased, eps=eps, correction=1, centred=False)
-        add(f"centred over rms {eps:g}", uncentred, eps=eps, square=True)
-
-    for axes, words in AXES.items():
-        axis = fault("layernorm-axis", f"the norm runs {words}")
-        add(f"axes {axes}", axis, axes=axes)
-        if axes != (0, 1):
-            add(f"axes {axes} no affine", axis, affine=plain, axes=axes)
-
-    others = {"ln_1": [name[:-1] + "2"], "ln_2": [name[:-1] + "1"]}
-    for other in others.get(part, ["h.0.ln_1", f"h.{config.n_layer - 1}.ln_2"]):  # norms that may lend their parameters
-        affine, shown = parameters(other), other if part == "ln_f" else other.rpartition(".")[2]
-        swapped = fault("norms-swapped", f"the parameters of {shown} are applied here", "another norm's parameters")
-        label = shown.rpartition(".")[2]
-        for eps in (given, *EPSILONS[1:6]):
-            add(f"{label} eps {eps:g}", swapped, *other_eps(eps), affine=affine, eps=eps)
-        add(f"{label} unbiased", swapped, unbiased, affine=affine, correction=1)
-        add(f"{label} rms", swapped, rms, affine=affine, **RMS)
-    return out
+        yield (RMS_NORM,), False, BOTH, {"eps": eps, **RMS}
+        yield (RMS_NORM, WITHOUT_BIAS), True, NO_BIAS, {"eps": eps, **RMS}
+        yield (RMS_NORM, WITHOUT_AFFINE), True, NO_AFFINE, {"eps": eps, **RMS}
+        yield (DEVIATION,), True, BOTH, {"eps": eps, "centred": False}
+        yield (UNCENTRED,), True, BOTH, {"eps": eps, "square": True}

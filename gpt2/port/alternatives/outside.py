@@ -5,24 +5,21 @@ What a program does to its logits in the end is in ``last_step.py``.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, Changed, family
-from gpt2.port.alternatives.norm_formulas import RMS, layer_norm
+from gpt2.port.alternatives.norm_formulas import layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
-from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State, embedding
+from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, embedding
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import EVERY
 
 MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
 SHIFTS = (1, 2, 3)  # the same on a large one
-MOST_SPANS = 32  # tokens after which positions may begin again
 MOST_ROWS = 64  # of the position table, that steps are tried to stay at
 TokenRows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
@@ -102,8 +99,8 @@ def standing(model: Model) -> Iterator[Alternative]:
 def embeddings(model: Model) -> Iterator[Alternative]:
     """Yield embeddings that are multiplied or normed."""
     root = math.sqrt(model.config.n_embd)
-    for factor in dict.fromkeys((root, *usual_factors(model))):
-        named = f" (sqrt(n_embd) = {root:.6g})" if math.isclose(factor, root) else ""
+    for factor in usual_factors(model):
+        named = f" (sqrt(n_embd) = {root:.6g})" if math.isclose(factor, root, rel_tol=1e-9) else ""
         alone: Formula = lambda c, s, f=factor: embedding(c) + (f - 1) * _tokens(c)  # noqa: E731
         words = f"token embeddings are multiplied by {factor:.6g}{named}"
         yield Alternative("embedding-scaled", words, outside={"embed": alone})
@@ -113,7 +110,6 @@ def embeddings(model: Model) -> Iterator[Alternative]:
         "the first block's ln_1": lambda c, y: c.norm(y, "h.0.ln_1"),
         "ln_f": lambda c, y: c.norm(y, "ln_f"),
         "a norm without weight and bias": lambda c, y: layer_norm(y, eps=c.config.layer_norm_epsilon),
-        "an RMS norm without weight": lambda c, y: layer_norm(y, **RMS),
     }
     for which, norm in norms.items():
         words = f"the embeddings are normalised before the first block, by {which}"
@@ -121,59 +117,10 @@ def embeddings(model: Model) -> Iterator[Alternative]:
 
 
 @family
-def tokens(model: Model) -> Iterator[Alternative]:
-    """Yield embeddings of other tokens, tables that are moved or reshaped, and ids in too few bits."""
-    largest, vocabulary = int(model.ids.max()), len(model.state["wte.weight"])
-    for bits, signed in itertools.product((8, 16), (False, True)):
-        if largest >= 1 << (bits - signed):
-            name = f"{'' if signed else 'u'}int{bits}"
-            words = f"ids are stored as {name}, which has no room for all tokens"
-            narrow = partial(_narrow, bits, signed, vocabulary)
-            yield _tokens_of(words, narrow, fix="store token ids as int32 or int64")
-    for by in (1, -1, 2, -2):
-        words = f"token t reads the checkpoint's row t {'-' if by > 0 else '+'} {abs(by)}"
-        moved = partial(_moved, by, vocabulary)
-        rolled: Formula = lambda c, s, by=by: c.right("head", s).roll(by, 0)  # noqa: E731
-        both = {"embed": _of_ids(moved), "head": rolled}
-        yield Alternative("wrong-tensor", words, where="wte", outside=both)
-        yield _tokens_of(f"{words}, in the embedding and not in the head", moved)
-        if abs(by) == 1:
-            words = f"the head's row of token t is the checkpoint's row t {'-' if by > 0 else '+'} 1"
-            yield Alternative("wrong-tensor", words, outside={"head": rolled})
-    firsts: dict[str, Callable[[Tensor], Tensor]] = {
-        "its own id": lambda ids: ids[:, :1],
-        "id 0": lambda ids: 0 * ids[:, :1],
-        "the last token's id": lambda ids: ids[:, -1:],
-    }
-    for first, start in firsts.items():
-        words = f"each token is given the embedding of the token before it, the first that of {first}"
-        late = lambda c, start=start: torch.cat([start(c.model.ids), c.model.ids[:, :-1]], 1)[:, c.begin : c.end]  # noqa: E731
-        yield _tokens_of(words, late, sees=TEXT if "last" in first else "")
-    words = "the position table was reshaped where it had to be transposed"
-    reshaped: Formula = lambda c, s: _tokens(c) + _reshaped(c.model.state["wpe.weight"])[c.begin : c.end]  # noqa: E731
-    yield Alternative("transposed", words, where="wpe", outside={"embed": reshaped})
+def head(model: Model) -> Iterator[Alternative]:
+    """Yield a head whose table was reshaped."""
     words = "the head's table was reshaped where it had to be transposed"
     yield Alternative("transposed", words, outside={"head": lambda c, s: _reshaped(c.right("head", s))})
-
-
-def _tokens_of(words: str, ids: TokenRows, sees: str = "", fix: str | None = None) -> Alternative:
-    return Alternative("wrong-tensor", words, where="wte", outside={"embed": _of_ids(ids)}, sees=sees, fix=fix)
-
-
-def _of_ids(ids: TokenRows) -> Formula:
-    def formula(c: Site, s: State) -> Tensor:
-        return embedding(c, ids=ids(c))
-
-    return formula
-
-
-def _narrow(bits: int, signed: bool, vocabulary: int, c: Site) -> Tensor:
-    ids = _ids(c) % (1 << bits)
-    return torch.where(signed & (ids >= 1 << (bits - 1)), ids - (1 << bits), ids) % vocabulary
-
-
-def _moved(by: int, vocabulary: int, c: Site) -> Tensor:
-    return (_ids(c) - by) % vocabulary
 
 
 def _reshaped(table: Tensor) -> Tensor:
@@ -239,10 +186,6 @@ def position_rows(ids: Tensor, room: int, shifts: Iterable[int], tokens: int) ->
     yield "positions go on from one row of the batch to the next", torch.arange(ids.numel()).view(ids.shape) % room, ROWS
     yield "positions go up by 2 from one token to the next", (2 * at).clamp(max=room - 1), ""
     yield "two tokens share each position", at // 2, ""
-    yield "the positions of neighbouring tokens have changed places", (at ^ 1).clamp(max=len(at) - 1), TEXT
-    yield "positions run ahead by 1, and the last two are one", (at + 1).clamp(max=min(len(at), room) - 1), TEXT
-    for n in range(2, min(tokens, MOST_SPANS)):
-        yield f"positions begin again after each {n} tokens", at % n, ""
 
 
 def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:
@@ -250,12 +193,10 @@ def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:
     places = torch.arange(tokens, dtype=torch.float64)[:, None]
     half = torch.arange((width + 1) // 2, dtype=torch.float64)
     for label, powers in (("2i/D", 2 * half / width), ("i/(D/2 - 1)", half / max(len(half) - 1, 1)), ("4i/D", 4 * half / width)):
-        angles = places / 10000.0**powers
-        for words, waves in (("", (angles.sin(), angles.cos())), (" from the cosine", (angles.cos(), angles.sin()))):
-            yield f"interleaved{words}, {label}", torch.stack(waves, -1).flatten(1)[:, :width]
-            yield f"in halves{words}, {label}", torch.cat(waves, -1)[:, :width]
+        waves = (places / 10000.0**powers).sin(), (places / 10000.0**powers).cos()
+        yield f"interleaved, {label}", torch.stack(waves, -1).flatten(1)[:, :width]
+        yield f"in halves, {label}", torch.cat(waves, -1)[:, :width]
     every = torch.arange(width, dtype=torch.float64)
     for label, powers in (("", every / width), (", 2i/D", 2 * every / width)):
         angles = places / 10000.0**powers
         yield f"each column of its own frequency{label}", torch.where((every % 2).bool(), angles.cos(), angles.sin())
-    yield "the sines alone", (places / 10000.0 ** (2 * (every // 2) / width)).sin()

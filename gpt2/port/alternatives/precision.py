@@ -12,24 +12,11 @@ from torch import Tensor
 from gpt2.port.alternatives.alternative import Alternative, Changed, changed, family
 from gpt2.port.alternatives.loading import MATRICES, NODES_OF, Change, held, read
 from gpt2.port.alternatives.norms import normed
-from gpt2.port.alternatives.rounding import CUT, NARROW, SCALED, in_eight_bits, mantissa, narrowed, quantised
-from gpt2.port.graph import MODULES, READS, TEXT, Edits, Formula, Function, Model, Site, affine, right_scale
+from gpt2.port.graph import MODULES, READS, Edits, Formula, Function, Model, Site, affine
 
-FLOATS: dict[str, Function] = {"bfloat16": partial(mantissa, 7, False), "float16": partial(mantissa, 10, False)}
-CUT_OFF: dict[str, Function] = {
-    f"{dtype}, cut off": partial(mantissa, bits, True) for dtype, bits in (("bfloat16", 7), ("float16", 10))
-}
-CACHED: dict[str, Function] = {
-    **FLOATS,
-    "float8 (e4m3)": partial(mantissa, 3, False),
-    "float8 (e5m2)": partial(mantissa, 2, False),
-    "8 bits, a scale for each token and head": partial(in_eight_bits, (-1,)),
-    "8 bits, a scale for each head": partial(in_eight_bits, (-2, -1)),
-}
-WIDE_CACHED: dict[str, Function] = {
-    "8 bits, a scale for each token": partial(in_eight_bits, (-1,)),
-    "8 bits, a scale for all": partial(in_eight_bits, (-2, -1)),
-}
+ID = "reduced-precision"
+NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
+PIECE = 1 << 18  # entries that are rounded at once
 LETTERS = {"kv": "keys and values are", "k": "the keys are", "v": "the values are", "qkv": "queries, keys and values are"}
 VALUES = {
     "ln_1": "the norm before attention is",
@@ -46,7 +33,28 @@ VALUES = {
 }
 RESULTS = ("ln_1", "attn.scores", "attn.heads", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 GROUPS: tuple[tuple[str, ...], ...] = (*((one,) for one in MATRICES), MATRICES, MATRICES[1:], MATRICES[:2], MATRICES[2:])
-ID = "reduced-precision"
+
+
+def mantissa(bits: int, x: Tensor) -> Tensor:
+    """Return ``x`` rounded to so many bits behind the first one."""
+    flat = x.reshape(-1)
+    out = torch.empty_like(flat)
+    for some, own in zip(flat.split(PIECE), out.split(PIECE), strict=True):  # at once, a table would take five times its memory
+        part, exponent = some.frexp()
+        part *= 2.0 ** (bits + 1)
+        torch.ldexp(part.round_(), exponent.sub_(bits + 1), out=own)
+    return out.view(x.shape)
+
+
+def in_integers(bits: int, axes: tuple[int, ...], x: Tensor) -> Tensor:
+    """Return ``x`` in integers of so many bits, with one scale for all along ``axes``; for all of it if there are none."""
+    step = (torch.maximum(x.amax(axes, keepdim=True), -x.amin(axes, keepdim=True)) / (2 ** (bits - 1) - 1)).clamp(min=1e-30)
+    return (x / step).round_().mul_(step)
+
+
+FLOATS: dict[str, Function] = {"bfloat16": partial(mantissa, 7), "float16": partial(mantissa, 10)}
+CACHED: dict[str, Function] = {**FLOATS, "8 bits, a scale for each token and head": partial(in_integers, 8, (-1,))}
+INTEGERS: dict[str, Function] = {"int8": partial(in_integers, 8, (0,)), "int8 a tensor": partial(in_integers, 8, ())}
 
 
 @family
@@ -54,79 +62,56 @@ def values(model: Model) -> Iterator[Alternative]:
     """Yield values of one node in fewer bits, and of all nodes together."""
     for dtype, narrow in FLOATS.items():
         for node, words in VALUES.items():
-            where = "attn" if node == "attn.weights" else node
-            yield Alternative(
-                ID, f"{words} rounded to {dtype}", changed(narrow, node), where, rare=True, shared=node == "attn.weights"
-            )
+            where, edits = "attn" if node == "attn.weights" else node, changed(narrow, node)
+            yield Alternative(ID, f"{words} rounded to {dtype}", edits, where, rare=True, shared=node == "attn.weights")
+        yield Alternative(ID, f"the last norm is rounded to {dtype}", outside=changed(narrow, "ln_f"), rare=True)
         words = f"the activation takes and gives {dtype}, as a table of its values does"
         yield Alternative(ID, words, changed(narrow, "mlp.c_fc", "mlp.act"), "mlp.act")
         words = f"the results of norms, projections and activations are rounded to {dtype}"
         yield Alternative(ID, words, changed(narrow, *RESULTS), "", rare=True, shared=True)
     for (dtype, narrow), (letters, what) in itertools.product(CACHED.items(), LETTERS.items()):
-        edits, sees = changed(narrow, *(f"attn.{letter}h" for letter in letters)), TEXT if dtype.endswith("each head") else ""
-        yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", rare=True, shared=True, sees=sees)
-    for (dtype, narrow), (letters, what) in itertools.product(WIDE_CACHED.items(), LETTERS.items()):
-        edits, sees = changed(narrow, *(f"attn.{letter}" for letter in letters)), TEXT if dtype.endswith("for all") else ""
-        yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", rare=True, shared=True, sees=sees)
+        edits = changed(narrow, *(f"attn.{letter}h" for letter in letters))
+        yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", rare=True, shared=True)
 
 
 @family
 def products(model: Model) -> Iterator[Alternative]:
-    """Yield programs that round what every product takes, and those that keep the stream in fewer bits."""
-    for dtype, narrow in {**FLOATS, **CUT_OFF}.items():
-        for what, attention, weights in (
-            ("both factors of every product are", True, True),
-            ("both factors of every product with a matrix are", False, True),
-            ("the input of every linear layer is", False, False),
-        ):
-            edits: dict[str, Formula] = {node: _product(node, narrow, weights) for node in MODULES}
-            if attention:
-                edits |= {"attn.scores": _scores(narrow), "attn.mixed": _mixed(narrow)}
-            last: dict[str, Formula] = {"ln_f": Changed("ln_f", lambda c, y, f=narrow: f(y))}
-            if weights:
-                last["head"] = Changed("head", lambda c, y, f=narrow: f(y))
-            yield Alternative(ID, f"{what} rounded to {dtype}", edits, "", last, rare=True, shared=True)
+    """Yield programs that round both factors of every product with a matrix, and those that keep the stream in fewer bits."""
+    for dtype, narrow in FLOATS.items():
+        edits: dict[str, Formula] = {node: _product(node, narrow) for node in MODULES}
+        words = f"both factors of every product with a matrix are rounded to {dtype}"
+        yield Alternative(ID, words, edits, "", changed(narrow, "ln_f", "head"), rare=True, shared=True)
         words = f"the stream is rounded to {dtype} behind each sum"
         yield Alternative(ID, words, changed(narrow, "mid", ""), "", changed(narrow, "embed"), rare=True, shared=True)
-    words = "the input of every linear layer is rounded to 8 bits, a scale for each token"
-    edits = {node: _product(node, partial(in_eight_bits, (-1,)), False) for node in MODULES}
-    yield Alternative(ID, words, edits, "", rare=True, shared=True)
 
 
-def _product(node: str, narrow: Function, weights: bool) -> Formula:
+def _product(node: str, narrow: Function) -> Formula:
     source = READS[node][0]
 
     def formula(c: Site, s: dict[str, Tensor]) -> Tensor:
         weight, bias = c.linear(node)
-        return affine(narrow(s[source]), narrow(weight) if weights else weight, bias)
+        return affine(narrow(s[source]), narrow(weight), bias)
 
     return formula
-
-
-def _scores(narrow: Function) -> Formula:
-    return lambda c, s: narrow(s["attn.qh"]) @ narrow(s["attn.ks"]).mT * right_scale(c.config, c.layer)
-
-
-def _mixed(narrow: Function) -> Formula:
-    return lambda c, s: narrow(s["attn.weights"]) @ narrow(s["attn.vs"])
 
 
 @family
 def parameters(model: Model) -> Iterator[Alternative]:
     """Yield parameters in fewer bits: all of them, or some matrices."""
-    for dtype in (*NARROW, SCALED, CUT, "int8", "int8 a tensor"):
-        narrow, quantising = partial(narrowed, dtype), dtype.startswith("int8")
-        words = f"the weights are the checkpoint's rounded to {dtype}"
+    narrowing: dict[str, Function] = {name: lambda x, dtype=dtype: x.to(dtype).to(x) for name, dtype in NARROW.items()}
+    for dtype, narrow in {**narrowing, **INTEGERS}.items():
+        quantising, words = dtype in INTEGERS, f"the weights are the checkpoint's rounded to {dtype}"
         edits = dict(_rounded(narrow, MATRICES, not quantising))
         outside: dict[str, Formula] = {
             "embed": partial(_embedded, narrow, not quantising),
-            "head": Changed("head", lambda c, y, f=narrow: f(y)),
+            "head": Changed("head", lambda c, y, f=narrow: f(y.t()).t()),
         }
         if not quantising:
             edits |= {part: normed(part, partial(_norm, narrow)) for part in ("ln_1", "ln_2")}
             outside["ln_f"] = normed("ln_f", partial(_norm, narrow))
         yield Alternative(ID, words, edits, "", outside)
-        for modules in GROUPS if dtype not in (SCALED, CUT) else ():
+        yield Alternative(ID, f"the head's {words}", outside={"head": outside["head"]}, rare=True)
+        for modules in GROUPS:
             which = f"the weights of {' and '.join(modules)}" if len(modules) > 1 else "the weights"
             where = f"{modules[0]}.weight" if len(modules) == 1 else ""
             rare = len(modules) > 1 or dtype in ("float8_e4m3fn", "int8 a tensor")
@@ -152,44 +137,3 @@ def _embedded(narrow: Function, alone: bool, c: Site, s: dict[str, Tensor]) -> T
     wte, wpe = (c.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
     ids, places = c.model.ids[:, c.begin : c.end], slice(c.begin, c.end)
     return narrow(wte[ids]) + narrow(wpe[places]) if alone else narrow(wte)[ids] + narrow(wpe)[places]
-
-
-def in_integers(model: Model) -> Iterator[Alternative]:
-    """Yield the matrices in integers, with scales of every known kind; outside the blocks, the token table so.
-
-    These are dozens, and slow: they are tried where nothing else explains a program, and are not in the table.
-    """
-    first = {module: model.state[f"h.0.{module}.weight"] for module in MATRICES}
-    for words in dict.fromkeys(words for weight in first.values() for words, _ in quantised(weight)):
-        if words.startswith("in "):  # integers
-            change = partial(_quantised, words)
-            outside: dict[str, Formula] = {
-                "embed": partial(_quantised_rows, words),
-                "head": lambda c, s, words=words: _table(c, words, "head"),
-            }
-            yield Alternative(ID, f"the matrices are {words}", read(change, *MODULES), "", outside, rare=True, shared=True)
-
-
-def _ways(c: Site, weight: Tensor) -> dict[str, partial[Tensor]]:
-    return c.model.always(("integers", weight.data_ptr()), lambda: dict(quantised(weight)))  # type: ignore[arg-type]
-
-
-def _in_integers(c: Site, weight: Tensor, words: str) -> Tensor:
-    """Return the matrix (I, O) in these integers; as it is, if it is too small for such groups."""
-    make = _ways(c, weight).get(words)
-    return weight if make is None else make()
-
-
-def _quantised(words: str, c: Site, module: str) -> tuple[Tensor, Tensor]:
-    weight, bias = held(c, module)
-    return _in_integers(c, weight, words), bias
-
-
-def _table(c: Site, words: str, node: str) -> Tensor:
-    table = c.model.table if node == "head" else c.model.state["wte.weight"]
-    return c.model.once(("table", words, table.data_ptr()), lambda: _in_integers(c, table.t(), words).t())
-
-
-def _quantised_rows(words: str, c: Site, s: dict[str, Tensor]) -> Tensor:
-    positions = c.model.state["wpe.weight"][c.begin : c.end]
-    return _table(c, words, "embed")[c.model.ids[:, c.begin : c.end]] + positions

@@ -12,7 +12,7 @@ from gpt2.checkpoint import containers
 from gpt2.measure.metrics import Progress
 from gpt2.port.dump.dumped import Dumped
 from gpt2.port.dump.simulating import Simulating
-from gpt2.port.fits.lacking import looks_dropped
+from gpt2.port.fits.dropout import looks_dropped
 from gpt2.port.graph import Model
 from gpt2.port.search.observe import Observation
 from gpt2.port.search.walk import Search, Walked

@@ -9,7 +9,6 @@ from gpt2.port.alternatives import table
 from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, standing
-from gpt2.port.alternatives.precision import in_integers
 from gpt2.port.alternatives.schedule import prompts, stepped
 from gpt2.port.dump.part import Part
 from gpt2.port.graph import ROWS
@@ -81,13 +80,6 @@ class Faults:
         """Return alternatives in a prompt of ``token`` tokens alone."""
         how = Schedule(IN_PROMPT.format(token), stepped(token, self.tokens), Which.FIRST)
         return [self.everywhere(_in_some(one, how)) for one in some if one.edits and not one.steps]
-
-    def quantised(self) -> Iterator[Candidate]:
-        """Yield the matrices of the part's blocks in integers; if it has all blocks, the token table's as well."""
-        for one in in_integers(self.model):
-            yield self.everywhere(one)
-            if self.part.all_blocks:
-                yield Candidate((*self.everywhere(one).sites, (one, None)))
 
     def _is_inside(self, one: Alternative) -> bool:
         return bool(one.edits) or (self.is_first and "embed" in one.outside)

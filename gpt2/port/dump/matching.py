@@ -26,7 +26,6 @@ LATER = 2  # the least token from which on faults of later tokens alone are trie
 LAG = 2  # tokens behind the first call, until which a fault of later calls shows
 FEW_LEFT = 8  # faults in calls that are run whole
 FEW = 4  # tokens of a large model that are compared, where a token's values depend on earlier tokens alone
-QUANTISED = 2.0  # the largest error, over the root mean square, that integers of four bits and more are tried for
 SINGLE = "single faults"
 Ranked = list[tuple[float, Candidate]]
 
@@ -73,9 +72,6 @@ class PartSearch:
             yield f"faults from token {first} on", partial(self.faults.since, first)
         if self.small and self.part.shows_all:
             yield "faults of a text in several calls", partial(self._in_calls, first)
-        error = self.part.right_errors.get(self.part.end, math.inf)
-        if self.small and error <= QUANTISED and (self.part.all_blocks or len(self.part.blocks) <= 2):
-            yield "matrices in integers", self.faults.quantised
 
     def _in_calls(self, first: int) -> Iterator[Candidate]:
         """Yield faults of a text in several calls: in all of them, or in the first; ``first``: the first wrong token.

@@ -7,8 +7,7 @@ at which it is not GPT-2's.
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,10 +21,6 @@ MOST_TOKENS = 256  # that are counted
 NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
 MAX_TERMS = 4
 SHOWN = 4
-LEAST_ENTRIES = 48  # from which on it is no chance that a prediction follows a departure
-LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
-MOST_BENT = 0.4  # one minus the correlation of these angles
-UNEXPLAINED = 0.25  # the largest share of a departure that a prediction without a fitted number may leave
 
 
 class Fit(NamedTuple):
@@ -86,29 +81,6 @@ class Observed:
         if (fit := self.fitted(predicted, rows, *faults)) is not None:
             yield fit
 
-    def unexplained(self, predicted: Tensor, at: tuple[Tensor, ...]) -> float:
-        """Return the share of the value's departure from GPT-2's that ``predicted`` leaves, at the tokens ``at``; 1 for all.
-
-        What storage rounds away is in neither.
-        """
-        value, right, slack = (one[at] for one in (self.value, self.right, self.slack))
-        left, whole = (((one - value).abs() - slack).clamp(min=0.0) for one in (predicted, right))
-        shown = value.numel() >= LEAST_ENTRIES and int((whole > 0).sum()) >= LEAST_ENTRIES // 2
-        return float(left.norm() / whole.norm()) if shown else 1.0
-
-    def mostly(self, predicted: Tensor, rows: Tensor, *faults: Cause) -> Fit | None:
-        """Return the fit if ``predicted``, which has no fitted number, leaves next to nothing of the departure from GPT-2's.
-
-        For rounded operands: an entry that lies between two numbers may be rounded to the other one, from the program's own
-        digits. A prediction of zeros, as of small numbers in few decimals, explains no zeros: they may not be computed at all.
-        """
-        at = (rows if predicted.ndim == 3 else rows[:, None].expand(predicted.shape[:3])).nonzero().unbind(1)
-        if not bool(predicted.isfinite().all()) or not bool(predicted[at].any()):
-            return None
-        if self.unexplained(predicted[at], at) > UNEXPLAINED:
-            return None
-        return self.fitted(self.value, rows, *faults)
-
 
 def where(rows: Tensor) -> str:
     """Return in words at which tokens a fault is seen: nothing, if at all of them."""
@@ -133,47 +105,6 @@ def distinct(tokens: Tensor) -> int:
     tokens = tokens[:MOST_TOKENS]
     near = torch.cdist(tokens, tokens) <= EQUAL * tokens.norm(dim=1)
     return int((~near.tril(-1).any(1)).sum())
-
-
-def keeps_angles(x: Tensor, y: Tensor) -> bool:
-    """Return whether tokens that are similar in ``x`` (N, I) are similar in ``y`` (N, O) too, and others are not."""
-    if distinct(x) < LEAST_ANGLES:
-        return False
-    alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
-    own, other = (one @ one.T for one in alike)
-    pairs = ~torch.eye(len(x), dtype=torch.bool)
-
-    def far(order: Tensor) -> float:
-        return 1 - float(torch.corrcoef(torch.stack([own[order][:, order][pairs], other[pairs]]))[0, 1])
-
-    order = torch.arange(len(x))
-    return far(order) < MOST_BENT and all(far(order) < far(order.roll(n)) / 2 for n in range(1, len(x)))
-
-
-def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
-    """Yield ``entry`` in a ``shape``, from every order of these axes that its own shape allows, the natural one first."""
-    own = [size for size in entry.shape if size != 1]
-    if entry.numel() != math.prod(shape):
-        return
-    axes = [axis for axis, size in enumerate(shape) if size != 1]
-    orders = list(itertools.permutations(axes))
-    if len(own) == 1:
-        orders = [order for order in orders if order[-1] == axes[-1]]
-    for order in orders:
-        if _merges([shape[axis] for axis in order], own):
-            yield entry.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in axes]).reshape(*shape)
-
-
-def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
-    """Return whether neighbouring ``parts`` multiply to the sizes ``own``."""
-    parts = list(parts)
-    for size in own:
-        product = 1
-        while parts and product < size:
-            product *= parts.pop(0)
-        if product != size:
-            return False
-    return not parts
 
 
 def nice(value: float, loose: float = NICE, known: Iterable[float] = ()) -> float:

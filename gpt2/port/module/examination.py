@@ -33,6 +33,7 @@ from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.module.behaviour import Behaviour
 from gpt2.port.module.imprecise import imprecise
 from gpt2.port.module.runs import Runs, named
+from gpt2.port.module.seen import seen
 from gpt2.port.module.weights import WeightComparison
 from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
@@ -311,6 +312,7 @@ class Examination:
         known = {cause.id for cause in walked.causes}
         structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
         causes = [*walked.causes, *structural, *self.weight_causes]
+        self.notes += seen(self.module, ids.to(self.runs.device), [cause.id for cause in causes])
         if causes:
             self.notes.append("these causes do not explain all of the difference; fix them and run the diagnosis again")
         self.exact = False

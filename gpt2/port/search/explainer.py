@@ -20,7 +20,7 @@ from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, Memory, State
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
 from gpt2.port.terms.causes import Cause
 
-MOST_FAULTS = 4  # alternatives of one block
+MOST_FAULTS = 6  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
 LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
 RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
@@ -50,7 +50,7 @@ class Explainer:
         self.widens = of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.inner = [one for one in every if one.edits and not one.steps]
         self.in_steps = [one for one in every if one.edits and one.steps]
-        self.fits = Fits(self.model, states, self.observation.check, of_module)
+        self.fits = Fits(self.model, states, self.observation.check)
         self.stage = STAGES[0]
 
     @property
@@ -60,7 +60,8 @@ class Explainer:
         return [one for one in left if not (self.of_module and one == STAGES[1])]
 
     def explained(self, base: Trial) -> Trial | None:
-        """Return a block with the alternatives that explain it, the likeliest; None if none do."""
+        """Return a block with the alternatives that explain it, the likeliest; None if none do. ``reached``: how far they do."""
+        self.reached = base
         knowns = list(self._with_known(base))
         for trial in knowns:
             if self.blocks.goes_on(trial):
@@ -74,7 +75,9 @@ class Explainer:
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
-            whole = whole or self._widened(base) or self._both_hidden(base)
+            whole = whole or self._widened(base)
+            if whole is None and (both := self._both_hidden(base)) is not None:
+                whole, part = (both, None) if self.blocks.goes_on(both) else (None, part or both)
             if whole is None and not self.of_module:
                 self.stage = STAGES[1]
                 whole = self._in_calls(base)
@@ -83,7 +86,7 @@ class Explainer:
             part = part or self._fitted(base)
             if part is None or self.blocks.goes_on(part):
                 return part
-            base = part
+            base = self.reached = part
         return None
 
     def _with_known(self, base: Trial) -> Iterator[Trial]:
@@ -102,10 +105,10 @@ class Explainer:
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
         for trial in filter(None, (self.blocks.tried(base, one, shown=False) for one in factors)):
-            wholes, _ = self._tried(trial, (one for one in others if self.blocks.gives_any(trial, one, RESULTS)))
-            whole = min(wholes, key=_likelihood, default=None)
-            if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):
-                return whole
+            wholes, parts = self._tried(trial, (one for one in others if self.blocks.gives_any(trial, one, RESULTS)))
+            found = min(wholes or parts, key=_likelihood, default=None)  # a part, if the feed-forward is wrong as well
+            if found is not None and not found.seen.keys().isdisjoint(RESULTS):
+                return found
         return None
 
     def _widened(self, base: Trial) -> Trial | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.fits.observed import Observed, laid
+from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import Pool
 from gpt2.port.terms.tolerance import UNITS
@@ -95,3 +96,29 @@ class Observation:
         given = self.pool.logits[..., : len(head)]
         made = (normed @ head.T)[:, -given.shape[1] :]
         return worst_relative_error(given, made) if made.shape == given.shape else math.inf
+
+
+def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
+    """Yield ``entry`` in a ``shape``, from every order of these axes that its own shape allows, the natural one first."""
+    own = [size for size in entry.shape if size != 1]
+    if entry.numel() != math.prod(shape):
+        return
+    axes = [axis for axis, size in enumerate(shape) if size != 1]
+    orders = list(itertools.permutations(axes))
+    if len(own) == 1:
+        orders = [order for order in orders if order[-1] == axes[-1]]
+    for order in orders:
+        if _merges([shape[axis] for axis in order], own):
+            yield entry.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in axes]).reshape(*shape)
+
+
+def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
+    """Return whether neighbouring ``parts`` multiply to the sizes ``own``."""
+    parts = list(parts)
+    for size in own:
+        product = 1
+        while parts and product < size:
+            product *= parts.pop(0)
+        if product != size:
+            return False
+    return not parts

@@ -26,7 +26,7 @@ from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, 
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import standing
 from gpt2.port.alternatives.schedule import schedules, stepped
-from gpt2.port.fits.lacking import dropped
+from gpt2.port.fits.dropout import dropped
 from gpt2.port.fits.wiring import embedding_fit
 from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block
 from gpt2.port.recording.pool import LOOSE, Pool
@@ -120,7 +120,7 @@ class Search:
         self.ran = self.blamed.ran
         self.blocks = Blocks(observation, model)
         self.explainer = Explainer(self.blocks, every, self.states, self.blamed.faults, of_module)
-        self.ending = Ending(observation, model, self.explainer.fits.library, self.states)
+        self.ending = Ending(observation, model, self.explainer.fits.library)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
@@ -210,9 +210,14 @@ class Search:
             if x.shape != right.shape or torch.equal(x, right):
                 continue
             found = self.observation.find("embed", x, fault=True)
+            if found is None and self.explainer.of_module:  # which shows all that it computes
+                continue
             theirs = x if found is None else found.own
             shown = self.blocks.shown_in(0, theirs)
-            key = (not shown, found is None, Candidate(((one, None),)).order_of_naming)
+            latest = (
+                max(found.entries, default=0) if found and self.explainer.of_module else 0
+            )  # the tokens alone are there as well
+            key = (not shown, found is None, -latest, Candidate(((one, None),)).order_of_naming)
             if (shown or (found is not None and seen is None)) and (best is None or key < best[0]):
                 best = key, one, theirs, found is not None
         if best is None or best[0][0]:  # what is found may be something else's
@@ -291,12 +296,17 @@ class Search:
                 trial = base if self.blocks.goes_on(base) else self.explainer.explained(base)
         if base is None or trial is not None:
             return trial
+        if self.explainer.of_module and self.explainer.reached.layer == base.layer:  # exact numbers, which fit by no chance
+            base = self.explainer.reached
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
         lost = next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen))
         self.lost = self.lost or point_at(min(number, self.layers - 1), traced(lost))
-        return self._resumed(base)
+        trial = self._resumed(base)
+        if trial is None and base.alternatives:
+            self._settle(base)
+        return trial
 
     def _resumed(self, base: Trial) -> Trial | None:
         """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""

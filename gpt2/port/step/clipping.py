@@ -16,7 +16,7 @@ from gpt2.port.step.rules import spread
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
-LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0)  # norms that people clip to
+LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0, 0.01, 0.05, 0.001, 0.005)  # that people clip to
 
 
 class ClipKind(Enum):
@@ -25,7 +25,6 @@ class ClipKind(Enum):
     NORM = "norm"
     LARGEST = "largest absolute value"
     SUM = "sum of absolute values"
-    SQUARES = "sum of squares, without the root,"
     PARAMETER = "norm of each parameter"
     ENTRY = "each entry"
 
@@ -54,8 +53,7 @@ def measure(kind: ClipKind, gradient: Gradient, name: str) -> float:
         return max((one.largest for one in gradient.values()), default=0.0)
     if kind is ClipKind.SUM:
         return sum(one.one for one in gradient.values())
-    whole = gradient[name].two if kind is ClipKind.PARAMETER else gradient.total
-    return whole**2 if kind is ClipKind.SQUARES else whole
+    return gradient[name].two if kind is ClipKind.PARAMETER else gradient.total
 
 
 @dataclass
@@ -144,7 +142,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = N
         reading.odd += dict.fromkeys(grown)
         return reading
     uneven = any(spread(list(one.ratios.values())) > SAME for one, _, _ in cut)
-    whole = (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM, ClipKind.SQUARES)
+    whole = (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM)
     found = []
     for kind in (ClipKind.PARAMETER,) if uneven else whole:  # what every gradient that is cut comes down to is the limit
         bounds = [ratio * measure(kind, one.held, name) for one, name, ratio in cut]

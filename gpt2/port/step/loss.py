@@ -6,7 +6,6 @@ of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.golden_section import least
 from gpt2.port.step.records import Forward
 
 IGNORED = -100  # a target that is not trained on
@@ -97,32 +95,34 @@ def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | No
         made[rows, labels] -= 1 - smoothing
         return made
 
-    reading.smoothing, reading.factor, reading.error = _free_numbers(wanted, shape)
+    reading.smoothing, reading.factor, reading.error = _free_numbers(wanted, at, shape)
     reading.weights[trains] = _along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
     reading.labels[trains] = labels
     return reading
 
 
-def _free_numbers(observed: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
+def _free_numbers(observed: Tensor, at: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
     """Return the smoothing of labels and the factor of logits that explain ``observed`` (n, V), and the worst row's error.
 
-    ``shape``: a function of both, which returns rows (n, V). Each row has a weight of its own.
+    ``shape``: a function of both, which returns rows (n, V). Each row has a weight of its own. Smoothing is a share of two rows;
+    without one, the logarithms of all entries but the label's are the factor times the logits ``at`` (n, V), and a constant.
     """
 
-    def left(smoothing: float, factor: float) -> Tensor:
-        made = shape(smoothing, factor)
-        return observed - _along(observed, made)[:, None] * made
-
     def error(smoothing: float, factor: float) -> float:
-        return float((left(smoothing, factor).abs().amax(-1) / observed.abs().amax(-1)).max())
+        made = shape(smoothing, factor)
+        left = observed - _along(observed, made)[:, None] * made
+        return float((left.abs().amax(-1) / observed.abs().amax(-1)).max())
 
     best = 0.0, 1.0, error(0.0, 1.0)
     if best[2] <= BOUND:
         return best
     basis = torch.stack([shape(0.0, 1.0), shape(1.0, 1.0)], -1)
     shares = torch.linalg.lstsq(basis, observed[..., None]).solution[..., 0]
-    _, log = least(lambda log: float(left(0.0, math.exp(log)).norm()), math.log(0.05), math.log(20.0), 60)
-    for numbers in ((float((shares[:, 1] / shares.sum(-1)).median()), 1.0), (0.0, math.exp(log))):
+    some = observed > 0
+    log, x = (torch.where(some, one, 0.0) for one in (observed.clamp(min=1e-300).log(), at))
+    log, x = (torch.where(some, one - one.sum(-1, keepdim=True) / some.sum(-1, keepdim=True), 0.0) for one in (log, x))
+    factor = float((log * x).sum() / x.square().sum().clamp(min=1e-300))
+    for numbers in ((float((shares[:, 1] / shares.sum(-1)).median()), 1.0), (0.0, factor)):
         if (found := error(*numbers)) < best[2] / BETTER:
             best = *numbers, found
     return best

@@ -24,7 +24,6 @@ ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float
 EXACT = 1e-8  # relative error of changes that a rule explains
 FITS = 1e-6  # the same, of a rule that is known
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32; also in later sessions
-NEAR = 0.7  # the error above which constants are not refined
 STEADY = 1e-4  # relative spread of rates that are meant to be one
 BETTER = 30  # times smaller is the error of a rarer rule that is preferred
 PART = 192  # entries of each parameter that the search uses
@@ -201,57 +200,19 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, quick: bool
     ``quick``: with the constants of the settings alone.
     """
     tracks = [track.sample for track in tracks]
-    best, error, nearest = Rule(), math.inf, dict[bool, tuple[float, Rule]]()
+    best, error = Rule(), math.inf
     rules = list(dict.fromkeys(rule_table(settings)))
     others = itertools.chain(*(constants(rule, settings) for rule in ([] if quick else rules)))
     for enough, some in ((EXACT, rules), (FITS, others)):
         for rule in some if error > enough else ():
             if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
                 best, error = rule, own
-            if rule.kind == "adam" and own < nearest.get(rule.coupled > 0, (math.inf, rule))[0] / BETTER:
-                nearest[rule.coupled > 0] = own, rule
             if error <= EXACT:
                 break
-    for near in (rule for own, rule in nearest.values() if error > EXACT and own < NEAR and not quick):
-        rule, own = _refined(near, tracks, settings)
-        best, error = (rule, own) if own < error / BETTER or own <= EXACT else (best, error)
     if best.kind == "adam" and max(best.beta1, best.beta2) < 1e-3:  # moments that hold one step: they are lost
         lost = Rule(eps=best.eps, place=best.place, coupled=best.coupled, lost=True)
         best = lost if error_of(lost, tracks) <= max(EXACT, 2 * error) else best
     return best, error
-
-
-def _refined(rule: Rule, tracks: Sequence[Track], settings: StepSettings) -> tuple[Rule, float]:
-    """Return a rule with any constants that explain as much as possible: the best usual ones, then one after the other."""
-    near = [rule, *constants(rule, settings), *(replace(rule, coupled=decay) for decay in DECAYS if rule.coupled)]
-    near += [replace(one, eps=eps) for one in near for eps in (1e-8, rule.eps)]
-    error, rule = min(((error_of(one, tracks), one) for one in near), key=lambda one: one[0])
-    axes = np.eye(4)[[True, True, True, rule.coupled > 0]]
-    for _ in range(12):  # Gauss and Newton's method
-        left = _residual(rule, tracks)
-        columns = [(_residual(_changed(rule, 1e-6 * axis), tracks) - left) / 1e-6 for axis in axes]
-        move = np.clip(np.linalg.lstsq(np.stack(columns, 1), -left, rcond=1e-12)[0], -2, 2) @ axes
-        tries = (_changed(rule, scale * move) for scale in (1.0, 0.3, 0.1, 0.01))
-        found = next(((own, one) for one in tries if (own := error_of(one, tracks)) < error), None)
-        if found is None or error <= EXACT / 100:
-            break
-        error, rule = found
-    eps, coupled = float(f"{rule.eps:.2g}"), float(f"{rule.coupled:.4g}")  # as people write them
-    tidy = replace(rule, beta1=round(rule.beta1, 5), beta2=round(rule.beta2, 6), eps=eps, coupled=coupled)
-    rounded = error_of(tidy, tracks)
-    return (tidy, rounded) if rounded <= max(2 * error, EXACT / 10) else (rule, error)
-
-
-def _residual(rule: Rule, tracks: Sequence[Track]) -> Array:
-    size = math.sqrt(sum(float((track.change**2).sum()) for track in tracks))
-    return np.concatenate([fit(track, rule).residual.ravel() for track in tracks]) / size
-
-
-def _changed(rule: Rule, by: Array) -> Rule:
-    """Return a rule with other logarithms of 1 - beta1, 1 - beta2, eps, and a coupled decay."""
-    one, two, eps, coupled = np.exp(np.clip(by, -5.0, 5.0)).tolist()
-    beta1, beta2 = (1 - min(1.0, (1 - beta) * times) for beta, times in ((rule.beta1, one), (rule.beta2, two)))
-    return replace(rule, beta1=beta1, beta2=beta2, eps=rule.eps * eps, coupled=rule.coupled * coupled)
 
 
 def plainest(rule: Rule, tracks: Sequence[Track], expected: Array) -> Rule:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,8 +12,7 @@ import torch
 
 from gpt2.port.step import rules
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.clipping import Clip, ClipKind, measure
-from gpt2.port.step.golden_section import least
+from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, measure
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Rule, RuleFit, Track, fit, spread
 from gpt2.port.step.settings import StepSettings
@@ -29,7 +27,6 @@ CORRECTED = {
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
 LARGE = ("matrix", "embedding")  # what decays
 FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
-GRID, STEPS = 32, 44  # limits that are tried of each kind, and steps that refine the best
 Tracks = dict[str, Track]
 
 
@@ -106,32 +103,20 @@ class StepMoves:
         explained: list[tuple[UpdateWay, Rule, float]] = []
         for quick in (True, False):
             tried = [(way, *rules.recognised_rule(self._tracks(way), self.settings, quick)) for way in usual]
-            tried += [one for kind in FREE for one in self._limited(plain, kind)] if quick else []
+            tried += self._limited(plain) if quick else []
             explained += [one for one in tried if self._explains(*one)]
             if any(not any(self._oddness(one)) for one in explained):
                 break
         return min(explained, key=self._oddness, default=found)
 
-    def _limited(self, plain: UpdateWay, kind: ClipKind) -> Iterator[tuple[UpdateWay, Rule, float]]:
-        """Yield AdamW with the limit of one kind of clipping that brings it nearest."""
+    def _limited(self, plain: UpdateWay) -> Iterator[tuple[UpdateWay, Rule, float]]:
+        """Yield AdamW with the limit of each kind of clipping that brings it nearest, of those that people write."""
         adam = next(rules.rule_table(self.settings))
-        used = [(one.gradient, name) for some in self.sessions[:2] for one in some for name in self.chosen]
-        sizes = [plain.share * (g[name].largest if kind is ClipKind.ENTRY else measure(kind, g, name)) for g, name in used]
-
-        def way(log: float) -> UpdateWay:
-            return replace(plain, clip=Clip(kind, math.exp(log)))
-
-        def error(log: float) -> float:
-            tracks = [track for session in range(len(self.sessions[:2])) for track in self._tracks(way(log), session)]
-            return max(fit(track, adam).error for track in tracks)
-
-        points = np.linspace(math.log(min(filter(None, sizes)) / 1000), math.log(max(sizes)), GRID).tolist()
-        errors = [error(point) for point in points]
-        near, step = points[int(np.argmin(errors))], points[1] - points[0]
-        if errors[0] > 1.001 * min(errors) + FITS:  # else any smaller limit gives the same changes
-            _, log = least(error, near - step, near + step, STEPS)
-            found = replace(plain, clip=Clip(kind, float(f"{math.exp(log):.7g}")))
-            yield found, adam, rules.error_of(adam, self._tracks(found))
+        limits = dict.fromkeys((*([self.settings.clip] if self.settings.clip else []), *LIMITS))
+        for kind in FREE:
+            ways = [replace(plain, clip=Clip(kind, limit)) for limit in limits]
+            error, way = min(((rules.error_of(adam, self._tracks(way)), way) for way in ways), key=lambda one: one[0])
+            yield way, adam, error
 
     def _tracks(self, way: UpdateWay, session: int = 0) -> list[Track]:
         return list(way.tracks(self.sessions[session], self.chosen).values())
