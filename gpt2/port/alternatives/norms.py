@@ -87,14 +87,15 @@ def of_moments(reading: Reading, unbiased: bool = False) -> Norming:
 @family
 def numbers(model: Model) -> Iterator[Alternative]:
     """Yield norms with other weights and biases."""
-    ways: dict[str, tuple[str, Callable[[Site, str], Numbers], tuple[str, ...]]] = {
-        "cut to the first number, for all features": ("wrong-tensor", _first, tuple(SOURCES)),
-        "taken from each other": ("wrong-tensor", lambda c, part: c.numbers(part)[::-1], tuple(SOURCES)),
-        "taken from the other norm of the block": ("norms-swapped", lambda c, part: c.numbers(OTHERS[part]), tuple(OTHERS)),
+    ways: dict[str, tuple[Callable[[Site, str], Numbers], tuple[str, ...]]] = {
+        "cut to the first number, for all features": (_first, tuple(SOURCES)),
+        "taken from each other": (lambda c, part: c.numbers(part)[::-1], tuple(SOURCES)),
+        "taken from the other norm of the block": (lambda c, part: c.numbers(OTHERS[part]), tuple(OTHERS)),
     }
-    for words, (id, change, parts) in ways.items():
+    for words, (change, parts) in ways.items():
         for leaves, what in (((0,), "the weight is"), ((1,), "the bias is"), ((0, 1), "weight and bias are")):
-            one = Alternative(id, f"{what} {words}", rare=len(leaves) == 1)
+            id = "norms-swapped" if len(leaves) == 2 and parts == tuple(OTHERS) else "wrong-tensor"
+            one = Alternative(id, f"{what} {words}", rare=id == "wrong-tensor")
             yield from in_norms(one, _applied(change, leaves), parts)
 
 
