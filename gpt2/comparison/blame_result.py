@@ -9,7 +9,7 @@ from functools import partial
 
 from gpt2.comparison import charts
 from gpt2.measure.estimates import Estimate
-from gpt2.pages.sections import Section, dim
+from gpt2.pages.reports import Section, dim
 
 BAR = 10  # characters of the longest bar
 

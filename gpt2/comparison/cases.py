@@ -27,7 +27,7 @@ from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, batches, last_words_change, score_pairs, score_targets, scored
 from gpt2.measure.metrics import Progress
 from gpt2.pages.rendering import visible
-from gpt2.pages.sections import Column, Section
+from gpt2.pages.reports import Column, Section
 
 Asked = Sequence[tuple[str, tuple[str, ...]]]  # prompts or texts, each with the texts that are right, or the label
 # By one model: what is right, the answers, how many hold the expected text.

@@ -12,7 +12,7 @@ from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.tracing import layer_of
 from gpt2.pages.drawing import INK, LEVELS, MUTED, NARROW, RULE, WIDE, A, B, both, logarithmic, shade
 from gpt2.pages.rendering import number, percent, readable, visible
-from gpt2.pages.sections import Column, Section, Styled, numbers
+from gpt2.pages.reports import Column, Section, Styled, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from gpt2.comparison.sides.side import Model, Scored
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.measure.environment import Environment
-from gpt2.pages.sections import Section
+from gpt2.pages.reports import Section
 
 
 def made_with(models: Sequence[Model], text: Scored, environment: Environment, seed: int, *flags: str) -> Section:

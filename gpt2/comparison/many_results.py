@@ -17,8 +17,7 @@ from gpt2.comparison.sides.side import Model, Scored
 from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Column, Line, Section, bold, dim, numbers, yellow
+from gpt2.pages.reports import Column, Line, Printed, Section, as_json, bold, dim, numbers, yellow
 
 SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 # What the GPT-2 paper reports of them, to stand beside what was measured, and how it measured: Radford et al., "Language Models

@@ -25,8 +25,7 @@ from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Column, Section, bold, dim, numbers
+from gpt2.pages.reports import Column, Printed, Section, as_json, bold, dim, numbers
 from gpt2.parity.streaming import Streamed
 
 TOKENS = 256  # of the text, on which the floor is computed

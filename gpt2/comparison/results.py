@@ -26,8 +26,7 @@ from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.drawing import A, B, shade
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Column, Line, Section, Styled, bold, dim, numbers, yellow
+from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
 
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from gpt2.devices.judge import Verdict
 from gpt2.measure.environment import Environment
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Line, Section, Styled, bold, dim, yellow
+from gpt2.pages.reports import Line, Printed, Section, Styled, as_json, bold, dim, yellow
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,7 @@ from gpt2.errors import InputError
 from gpt2.measure.environment import Environment
 from gpt2.pages.drawing import matplotlib_of_our_own
 from gpt2.pages.rendering import pack_lower, readable, visible
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Line, Section, dim, numbers
+from gpt2.pages.reports import Line, Printed, Section, as_json, dim, numbers
 
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges

@@ -20,8 +20,7 @@ from gpt2.data import Tokenizer
 from gpt2.generation import generate
 from gpt2.measure.metrics import Progress, silent, token_losses
 from gpt2.model import GPT2
-from gpt2.pages.reports import Printed
-from gpt2.pages.sections import Line, Section, Styled, numbers
+from gpt2.pages.reports import Line, Printed, Section, Styled, numbers
 
 
 class Kind(Enum):

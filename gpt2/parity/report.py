@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from gpt2.measure.environment import Environment
 from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO, TRAINING_RATIO, of_the_machine
 from gpt2.measure.tracing import block_of, layer_of, part_of
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Column, Line, Section, Styled, bold, dim, numbers, yellow
+from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

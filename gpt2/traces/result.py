@@ -13,8 +13,7 @@ from gpt2 import __version__
 from gpt2.config import GPT2Config
 from gpt2.measure.environment import Environment, dtype_label
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Section, numbers
+from gpt2.pages.reports import Printed, Section, as_json, numbers
 from gpt2.traces.arrays import meaning
 from gpt2.traces.files import write
 

@@ -57,31 +57,21 @@ function choose(side, changes) {
 
 const weights = (side, layer, head, at) => attentionRow(side.bytes, side.n, layer * side.n_head + head, at);
 
-function rgb(name, within) {
-  const probe = element("span");
-  probe.style.color = `var(${name})`;
-  within.append(probe);
-  const parts = getComputedStyle(probe).color.match(/[\d.]+/g).slice(0, 3).map(Number);
-  probe.remove();
-  return parts;
-}
-
 function paint(canvas, side, layer, head, cursor) {
   const scale = cursor ? Math.max(1, Math.ceil(480 / side.n)) : 1;
   canvas.width = canvas.height = side.n * scale;
   const pen = canvas.getContext("2d");
-  const [tone, paper, ink] = ["--tone", "--paper", "--ink"].map((name) => rgb(name, side.heads));
-  pen.fillStyle = `rgb(${paper})`;
-  pen.fillRect(0, 0, canvas.width, canvas.height);
+  const colour = (name) => getComputedStyle(side.heads).getPropertyValue(name).trim();
+  pen.fillStyle = colour("--tone");
   for (let row = 0; row < side.n; row++) {
     weights(side, layer, head, row).forEach((weight, column) => {
-      const part = Math.sqrt(weight);
-      pen.fillStyle = `rgb(${paper.map((from, i) => Math.round(from + (tone[i] - from) * part))})`;
+      pen.globalAlpha = Math.sqrt(weight);
       pen.fillRect(column * scale, row * scale, scale, scale);
     });
   }
   if (cursor) {
-    pen.strokeStyle = `rgb(${ink})`;
+    pen.globalAlpha = 1;
+    pen.strokeStyle = colour("--ink");
     pen.lineWidth = 2;
     pen.strokeRect(1, side.at * scale, canvas.width - 2, scale);
   }

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
-from gpt2.pages.reports import Printed, as_json
-from gpt2.pages.sections import Section, bold
+from gpt2.pages.reports import Printed, Section, as_json, bold
 
 
 @dataclass(frozen=True)
