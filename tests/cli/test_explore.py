@@ -239,12 +239,12 @@ def test_light_and_dark_are_both_drawn(browser: Browser, tmp_path: Path) -> None
     """Maps with a white background are too bright on a dark page; they are drawn again when the scheme changes."""
     assert main(["explore", "--prompt", PROMPT, "--html", str(tmp_path / "p.html")]) == 0
     browser.open((tmp_path / "p.html").as_uri(), 1280)
-    pixel = "[...document.querySelector('.map').getContext('2d').getImageData(470, 5, 1, 1).data].slice(0, 3)"
+    pixel = "[470, 5].map((x) => [...document.querySelector('.map').getContext('2d').getImageData(x, 5, 1, 1).data])"
     seen = {}
     for scheme in ("light", "dark"):
         browser("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
         browser.value("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
         seen[scheme] = browser.value(pixel)
     browser("Emulation.setEmulatedMedia", features=[])
-    assert min(seen["light"]) > 240
-    assert max(seen["dark"]) < 40
+    assert [each[0][3] for each in seen.values()] == [0, 0]  # the page shines through
+    assert {scheme: each[1] for scheme, each in seen.items()} == {"light": [200, 85, 27, 255], "dark": [240, 147, 92, 255]}
