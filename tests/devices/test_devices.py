@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_leaves
 import gpt2
 from gpt2.bench import Bench, machine
 from gpt2.checkpoint.loading import require_device
-from gpt2.cli import generate_command
 from gpt2.cli.main import main
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import environment_of
@@ -215,7 +214,7 @@ def test_a_full_gpu_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatc
     def full(*args, **kwargs):
         raise error
 
-    monkeypatch.setattr(generate_command, "run", full)
+    monkeypatch.setattr("gpt2.checkpoint.loading.load", full)
     assert main(["generate", "--prompt", "x"]) == 2
     assert capsys.readouterr().err == "gpt2 generate: not enough memory for this; choose a smaller model, batch or context\n"
 
