@@ -2,14 +2,11 @@
 
 import json
 import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Self
 
 import torch
@@ -21,9 +18,10 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.generation import stream
-from gpt2.measure.environment import blas, processor
+from gpt2.measure.environment import environment
 from gpt2.measure.placement import device_name
 from gpt2.model import GPT2
+from gpt2.options import pick
 from gpt2.parity import reference
 from gpt2.sampling import Sampling
 from gpt2.train.loss import Scored
@@ -70,28 +68,18 @@ def seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
-def machine(*packages: str) -> dict[str, Any]:
+def machine() -> dict[str, Any]:
     """Return what a measurement depends on besides the code: processor, threads, versions, and load averages."""
-    versions = {}
-    for package in ("torch", "transformers", *packages):
-        with suppress(PackageNotFoundError):
-            versions[package] = version(package)
-    return {
-        "processor": processor(),
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "blas": blas(),
+    here = environment([])
+    return pick(here, "processor", "capability", "blas", "threads", "versions") | {
         "cpus": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "threads": torch.get_num_threads(),
         "load": [round(value, 2) for value in os.getloadavg()] if hasattr(os, "getloadavg") else None,
-        "python": platform.python_version(),
-        "versions": versions,
+        "python": here.versions["python"],
     }
 
 
 class Ours:
     """Our model through its public functions; after training steps, call only ``prefill``."""
-
-    name = "ours"
 
     def __init__(self, model: GPT2) -> None:
         self.model, self.decoder = model, Decoder(model)
@@ -112,8 +100,6 @@ class Ours:
 
 class Transformers:
     """transformers' model, called directly: its own ``generate`` would take longer."""
-
-    name = "transformers"
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -138,10 +124,19 @@ class Transformers:
         return F.cross_entropy(self.model(x).logits.flatten(0, 1), y.flatten())
 
 
-def train_step(side: Ours | Transformers, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
+Measured = Ours | Transformers
+
+
+def train_step(side: Measured, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
     optimizer.zero_grad()
     side.loss(x, y).backward()
     optimizer.step()
+
+
+def training(side: Measured, x: Tensor, y: Tensor) -> Callable[[], None]:
+    """Return a training step with PyTorch's fused AdamW, at a rate that hardly changes the weights."""
+    weights = [each for each in side.model.train().parameters() if each.requires_grad]
+    return partial(train_step, side, torch.optim.AdamW(weights, lr=1e-5, fused=True), x, y)
 
 
 @dataclass(frozen=True)
@@ -215,35 +210,24 @@ def bench(
     ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(where)
     x, y, rows, shape = ids[:, :-1], ids[:, 1:], list[Row](), f"{batch} x {context}"
 
-    def measure(what: str, work: int, runs: Mapping[str, Callable[[], float]]) -> None:
+    def measure(what: str, work: int, each: Mapping[str, Any], run: Callable[[Any], float]) -> None:
         """Add a row; ``work`` is a number of tokens, or 0 to report seconds."""
         progress(what)
-        times = interleaved(runs, pairs)
-        ours, theirs = (Spread.of(work / t if work else t for t in times[key]) for key in ("ours", "transformers"))
+        times = interleaved({who: partial(run, one) for who, one in each.items()}, pairs)
+        ours, theirs = (Spread.of(work / t if work else t for t in times[who]) for who in ("ours", "transformers"))
         rows.append(Row(what, "tokens/s" if work else "s", ours, theirs, ratio(times["transformers"], times["ours"])))
 
     current = torch.accelerator.device_index(where.index or None)  # what ``seconds`` waits for
     with current, reference.directory(side.checkpoint, progress) as folder:
-        loads: dict[str, Callable[[], Ours | Transformers]] = {
+        loads: dict[str, Callable[[], Measured]] = {
             "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
             "transformers": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
         }
-
-        def first_logits(load: Callable[[], Ours | Transformers]) -> Tensor:
-            return load().prefill(x[:, :1])
-
-        first = {key: partial(seconds, partial(first_logits, load)) for key, load in loads.items()}
-        measure("load to first logits", 0, first)
-        sides = {key: load() for key, load in loads.items()}
-        measure(f"prefill {shape}", batch * context, {key: partial(seconds, partial(s.prefill, x)) for key, s in sides.items()})
-        measure(f"decode after {shape}", batch * tokens, {key: partial(s.decode, x, tokens) for key, s in sides.items()})
+        measure("load to first logits", 0, loads, lambda load: seconds(lambda: load().prefill(x[:, :1])))
+        sides = {who: load() for who, load in loads.items()}
+        measure(f"prefill {shape}", batch * context, sides, lambda each: seconds(lambda: each.prefill(x)))
+        measure(f"decode after {shape}", batch * tokens, sides, lambda each: each.decode(x, tokens))
         if not quantised:
-            steps = {key: partial(train_step, s, _optimizer(s.model), x, y) for key, s in sides.items()}
-            measure(f"train step {shape}", batch * context, {key: partial(seconds, step) for key, step in steps.items()})
+            measure(f"train step {shape}", batch * context, {who: training(each, x, y) for who, each in sides.items()}, seconds)
     dtype = str(side.dtype).removeprefix("torch.")
     return Bench(name, side.config.num_parameters(), dtype, pairs, tuple(rows), machine(), device_name(where))
-
-
-def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Switch to training mode and return PyTorch's fused AdamW, with a learning rate that hardly changes the weights."""
-    return torch.optim.AdamW([p for p in model.train().parameters() if p.requires_grad], lr=1e-5, fused=True)

@@ -14,6 +14,8 @@ import json
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -88,7 +90,9 @@ def main() -> int:
         ids = torch.randint(config.vocab_size, (1, min(256, positions, config.n_positions)), generator=generator)
         sides = {side.name: side for side in (*readers, *adders)}
         errors = largest_errors(weights.model, list(sides.values()), ids)
-        here, absent = machine("llama-cpp-python", "llama_cpp_python", "ctranslate2"), weights.absent
+        here, absent = machine(), weights.absent
+        engines = {"llama-cpp-python": "llama_cpp", "ctranslate2": "ctranslate2"}
+        here["versions"] |= {package: version(package) for package, module in engines.items() if find_spec(module)}
     print(
         f"\n{table(results, errors)}\n\n{here['processor']}, {here['threads']} threads, load {here['load']}; {here['versions']}"
     )

@@ -197,7 +197,7 @@ def test_a_report_names_the_device_that_was_used() -> None:
     """Figures of a GPU were reported under "cpu"; the meta device stands for one."""
     sides = [CheckpointSide.open(MODEL, device=device) for device in ("cpu", "meta")]
     assert [environment_of([side]).device for side in sides] == ["cpu", "meta"]
-    assert Bench("gpt2", 1, "float32", 5, (), machine("transformers"), "cuda:1 (H100)").table().splitlines()[1] == "cuda:1 (H100)"
+    assert Bench("gpt2", 1, "float32", 5, (), machine(), "cuda:1 (H100)").table().splitlines()[1] == "cuda:1 (H100)"
 
 
 @pytest.mark.parametrize(
