@@ -136,9 +136,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")
     words, name = list(sys.argv[1:] if argv is None else argv), "gpt2"
-    top = parser(words)
     try:
         require_none_gone(words)
+        top = parser(words)
         args, unknown = top.parse_known_args(words)
         name = f"gpt2 {args.command}" if args.command else name
         if unknown:  # refused by the command's own parser, which knows its options
@@ -154,28 +154,26 @@ def main(argv: Sequence[str] | None = None) -> int:
         code: int = file_of(args.command).run(with_activation(settings))
         sys.stdout.flush()
         return code
-    except InputError as error:
-        print(f"{name}: {error}", file=sys.stderr)
-        return 2
-    except (MemoryError, RuntimeError) as error:
-        if not out_of_memory(error):
-            raise
-        print(f"{name}: not enough memory for this; choose a smaller model, batch or context", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.filename is None:
-            raise
-        said = InputError(f"{error.filename}: {error.strerror}; see that it is there, and that you may use it")
-        print(f"{name}: {printable(str(said), one_line=True)}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print(f"{name}: interrupted", file=sys.stderr)
         return 130
     except BaseException as error:
-        if not panicked(error):
+        if (line := line_of(error)) is None:
             raise
-        print(f"{name}: {InputError(f'a library failed on these files ({error}); fetch or write them again')}", file=sys.stderr)
+        print(f"{name}: {line}", file=sys.stderr)
         return 2
+
+
+def line_of(error: BaseException) -> str | None:
+    """Return what a user is told of an error; None if it is a bug of ours, whose traceback is shown."""
+    if isinstance(error, InputError):
+        return str(error)
+    if out_of_memory(error):
+        return "not enough memory for this; choose a smaller model, batch or context"
+    if isinstance(error, OSError) and error.filename is not None:
+        said = f"{error.filename}: {error.strerror}; see that it is there, and that you may use it"
+        return printable(str(InputError(said)), one_line=True)
+    return str(InputError(f"a library failed on these files ({error}); fetch or write them again")) if panicked(error) else None
 
 
 if EARLY:
