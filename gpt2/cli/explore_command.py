@@ -9,7 +9,7 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.cli.common import Status, save_page, set_option, write_result
 from gpt2.cli.serving import Answer, PageServer
 from gpt2.errors import InputError
-from gpt2.options import argument, changed, device_option, json_option, offline_option, option
+from gpt2.options import argument, device_option, json_option, offline_option, option
 
 if TYPE_CHECKING:
     from gpt2.explore.lens import Explorer
@@ -25,13 +25,16 @@ The page shows the prompt's tokens, the predictions at every position and after 
 is served to this machine only, at a secret address, until Ctrl-C."""
 
 
+PORT = 8642
+
+
 @dataclass(frozen=True, kw_only=True)
 class ExploreSettings:
     model: str = argument("which model", "MODEL", DEFAULT)
     other: str | None = argument("a second model, shown beside it", "OTHER", None)
     set: tuple[str, ...] = set_option()
     prompt: str | None = option("the first text to show", "TEXT")
-    port: int = option("port to serve at; 0 takes a free one", "N", 8642)
+    port: int | None = option(f"port to serve at; 0 takes a free one (default: {PORT})", "N")
     html: str | None = option("write the page to FILE instead of serving it", "FILE")
     offline: bool = offline_option()
     device: str = device_option()
@@ -40,9 +43,9 @@ class ExploreSettings:
 
 def run(args: ExploreSettings) -> int:
     writes = bool(args.html or args.json)
-    if writes and changed(args, "port"):
+    if writes and args.port is not None:
         raise InputError("--port has no effect with --html or --json, which write files and serve nothing; leave it out")
-    with nullcontext() if writes else PageServer(args.port) as server:
+    with nullcontext() if writes else PageServer(PORT if args.port is None else args.port) as server:
         from gpt2.explore.lens import PROMPT, explorer
 
         status = Status("loading")

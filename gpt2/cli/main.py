@@ -168,7 +168,7 @@ def line_of(error: BaseException) -> str | None:
     """Return what a user is told of an error; None if it is a bug of ours, whose traceback is shown."""
     if isinstance(error, InputError):
         return str(error)
-    if out_of_memory(error):
+    if isinstance(error, MemoryError | RuntimeError | OSError) and out_of_memory(error):
         return "not enough memory for this; choose a smaller model, batch or context"
     if isinstance(error, OSError) and error.filename is not None:
         said = f"{error.filename}: {error.strerror}; see that it is there, and that you may use it"
