@@ -43,33 +43,23 @@ def compared(folders: tuple[str, str, str], text: str) -> Comparison:
 
 def test_a_wrong_expression_is_one_line() -> None:
     """A misspelt condition that passes would check nothing."""
-    wrong = dict.fromkeys(("", "kl", "kl=1"), "METRIC OP NUMBER")
-    wrong |= dict.fromkeys(("kl>1>2", "kl>nan", "kl>-inf", "kl > one"), "no finite number")
+    wrong = {"kl": "METRIC OP NUMBER", "kl=1": "METRIC OP NUMBER", "kl>1>2": "no finite number", "kl>nan": "no finite number"}
     for expression, words in {**wrong, "kld>1": "there is no metric 'kld'; use one of kl, kl_max, js"}.items():
         assert words in refusal(Gate.parse, expression)
-    for expression in ("kl>1e-3", " kl  >= .5", "same_top<0.98", "weights <= 1E3", "logit>-1"):  # with or without spaces
-        assert str(Gate.parse(str(Gate.parse(expression)))) == str(Gate.parse(expression))
+    assert Gate.parse(" kl  >= .5") == Gate("kl", ">=", 0.5)  # with or without spaces
 
 
 def test_every_metric_is_what_the_report_says(compared: Comparison) -> None:
     """A metric read from the wrong field would judge another figure than the report shows."""
-    both = compared.distributions
-    shown = {
-        "kl": both.kl_ab.mean.value,
-        "kl_max": both.kl_ab.max,
-        "js": both.js.mean.value,
-        "same_top": both.same_top.value,
-        "perplexity_ratio": both.ratio.value,
-        "weights": compared.weights.total.distance,
-        "beyond_rounding": 1.0,  # the tensor with noise
-        "activation": max(point.error for point in compared.activations.points),
-        "logit": compared.activations.points[-1].error,
-    }
+    both, points = compared.distributions, compared.activations.points
+    shown = {"kl": both.kl_ab.mean.value, "kl_max": both.kl_ab.max, "js": both.js.mean.value, "same_top": both.same_top.value}
+    shown |= {"perplexity_ratio": both.ratio.value, "weights": compared.weights.total.distance}
+    shown |= {"beyond_rounding": 1.0}  # the tensor with noise
+    shown |= {"activation": max(point.error for point in points), "logit": points[-1].error}
     assert set(METRICS) - set(shown) == {"exact_match", "contains", "lost_cases", "answer_ratio"}  # of --cases
     for metric, value in shown.items():
-        judged = [Gate(metric, op, limit).judge(compared) for op, limit in ((">", -1.0), ("<", 1e9), (">", 1e9), ("<", -1.0))]
-        assert judged[0].measured.value == value, metric
-        assert [each.met for each in judged] == [True, True, False, False], metric
+        judged = [Gate(metric, op, limit).judge(compared) for op, limit in ((">", -1.0), (">", 1e9))]
+        assert [(each.measured.value, each.met) for each in judged] == [(value, True), (value, False)], metric
 
 
 def test_an_interval_is_judged_by_its_far_end(compared: Comparison) -> None:
@@ -90,30 +80,26 @@ def test_a_quantised_file_is_the_model_rounded_and_nothing_else(text: str, tmp_p
     base, gate = str(write_checkpoint(tmp_path / "base", n_embd=64)), Gate.parse("beyond_rounding>0")
     model, tokenizer = load(base), gpt2.load_tokenizer(base)
 
-    def quantised(source: str, name: str) -> Comparison:
-        file = Path(export(source, tmp_path / name, format="gguf", type="q8_0").directory, "model.gguf")
-        return gpt2.compare(base, str(file), on=text, tokens=24)
+    def judged(source: str, gguf: str = "") -> tuple[Comparison, float]:
+        if gguf:
+            source = str(Path(export(source, tmp_path / gguf, format="gguf", type="q8_0").directory, "model.gguf"))
+        found = gpt2.compare(base, source, on=text, tokens=24)
+        return found, gate.judge(found).measured.value
 
-    found = quantised(base, "right")
-    assert found.weights.rounded_to == "q8_0"
-    assert not gate.judge(found).met
-    assert "in q8_0" in found.table(80)
+    found, beyond = judged(base, "right")
+    assert (found.weights.rounded_to, beyond) == ("q8_0", 0)
     with torch.no_grad():
         model.h[1].ln_2.weight[7] += 1e-3
-    wrong = quantised(str(gpt2.save(model, tokenizer, tmp_path / "other")), "wrong")
-    assert (wrong.weights.rounded_to, wrong.weights.nearly, wrong.weights.beyond) == ("", "q8_0", ("h.1.ln_2.weight",))
-    assert (gate.judge(wrong).measured.value, gate.judge(wrong).met) == (1.0, True)  # its KL is below any sensible limit
+    wrong, beyond = judged(str(gpt2.save(model, tokenizer, tmp_path / "other")), "wrong")
+    assert (wrong.weights.nearly, wrong.weights.beyond, beyond) == ("q8_0", ("h.1.ln_2.weight",), 1)  # no KL would show it
     assert "but not h.1.ln_2.weight" in " ".join(wrong.table(120).split())
     with torch.no_grad():
         for name, parameter in model.named_parameters():  # a fine-tune: that one matrix is only rounded says nothing of it
             smallest = name == "h.0.attn.c_proj.weight"
             parameter.copy_(parameter.bfloat16().float() if smallest else parameter * 1.01)
-    gpt2.save(model, tokenizer, tmp_path / "tuned")
-    for name in ("other", "tuned"):
-        found = gpt2.compare(base, str(tmp_path / name), on=text, tokens=24)
-        assert (found.weights.nearly, found.weights.beyond) == ("", ())
-        assert "weights moved" in found.table(120)
-        assert gate.judge(found).measured.value == len(found.weights.tensors) - len(found.weights.unchanged) > 0
+    tuned, beyond = judged(str(gpt2.save(model, tokenizer, tmp_path / "tuned")))
+    assert (tuned.weights.nearly, tuned.weights.beyond) == ("", ())
+    assert beyond == len(tuned.weights.tensors) - len(tuned.weights.unchanged) > 0
 
 
 SETTINGS = {
@@ -151,15 +137,11 @@ def test_a_file_of_the_right_tensors_that_is_another_program(
 
 def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[str, str, str], text: str) -> None:
     """`same_top<0.999` failed at 100 %, with no hint that only more tokens can pass it."""
-    few = gpt2.compare(folders[0], folders[0], on=text, tokens=60)
-    judged = Gate.parse("same_top<0.9").judge(few)
-    assert not judged.met
-    judged = Gate.parse("same_top<0.95").judge(few)
-    assert judged.met
-    enough = int(str(judged).partition("--tokens ")[2].split()[0])
-    assert enough > 60
-    assert not Gate.parse("same_top<0.95").judge(gpt2.compare(folders[0], folders[0], on=text, tokens=enough)).met
-    assert Gate.parse("same_top<0.95").judge(gpt2.compare(folders[0], folders[0], on=text, tokens=enough - 2)).met
+    few, gate = gpt2.compare(folders[0], folders[0], on=text, tokens=60), Gate.parse("same_top<0.95")
+    assert not Gate.parse("same_top<0.9").judge(few).met
+    enough = int(str(gate.judge(few)).partition("--tokens ")[2].split()[0])
+    several = [gpt2.compare(folders[0], folders[0], on=text, tokens=tokens) for tokens in (enough - 2, enough)]
+    assert [gate.judge(each).met for each in several] == [True, False]
 
 
 def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,12 +150,9 @@ def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.Cap
     command = ["compare", base, noisy, "--on", text, "--tokens", "200", "--json", "-"]
     assert main([*command, "--fail-if", "kl>1e-9", "--fail-if", "weights>1e9"]) == 1
     out, err = capsys.readouterr()
-    first, second = json.loads(out)["gates"]
-    assert (first["gate"]["metric"], first["met"], second["met"]) == ("kl", True, False)
-    assert err.splitlines()[0].startswith("failed: kl>1e-09: mean KL(a‖b) in nats is ")
-    assert err.splitlines()[1].startswith("passed: weights>1e+09")
+    assert [(each["gate"]["metric"], each["met"]) for each in json.loads(out)["gates"]] == [("kl", True), ("weights", False)]
+    assert [line[:16] for line in err.splitlines()] == ["failed: kl>1e-09", "passed: weights>"]
     assert main([*command, "--fail-if", "kl>1e9"]) == 0
-    capsys.readouterr()
     assert main(["compare", base, other, "--on", text, "--fail-if", "kl>1"]) == 2
     out, err = capsys.readouterr()
     assert "bits per byte" in out  # the measured figures are shown
@@ -199,10 +178,9 @@ def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str
 @pytest.mark.slow
 def test_the_fixture_in_a_project_of_its_own(folders: tuple[str, str, str], text: str, tmp_path: Path) -> None:
     """Run the README's example in a pytest of its own: one test passes, one fails."""
-    base, noisy, _ = folders
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["gpt2.testing"]\n')
     call = "def test_{}(assert_same):\n    assert_same({!r}, {!r}, on={!r}, tokens=64, kl=1e-3)\n"
-    (tmp_path / "test_it.py").write_text(call.format("same", base, base, text) + call.format("noisy", base, noisy, text))
+    (tmp_path / "test_it.py").write_text("".join(call.format(n, folders[0], folders[n], text) for n in (0, 1)))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
     ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert "1 failed, 1 passed" in ran.stdout
