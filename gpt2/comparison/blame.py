@@ -10,9 +10,9 @@ order from the embeddings to the last norm, where the last figure is that of all
 
 from __future__ import annotations
 
+import itertools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,19 +22,15 @@ from torch.func import functional_call
 from gpt2.checkpoint.keys import head_name, layer
 from gpt2.comparison.blame_result import Blame, Part
 from gpt2.comparison.distributions import gain
+from gpt2.comparison.sides.side import Read
 from gpt2.config import GPT2Config
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.per_token import measure_rows
-from gpt2.measure.windows import Windows
+from gpt2.measure.windows import Window, Windows
 from gpt2.model import GPT2
 
 TOKENS = 2048  # tokens of the text that are used at most: enough for 64 blocks of the bootstrap
-
-
-class _Effect(NamedTuple):
-    kl: Tensor  # (N,) float64
-    gain: Tensor  # (N,)
 
 
 def part_name(name: str) -> str:
@@ -108,8 +104,8 @@ class _Mixed:
 @torch.inference_mode()
 def find_blame(
     config: GPT2Config,
-    a: Callable[[str], Tensor],
-    b: Callable[[str], Tensor],
+    a: Read,
+    b: Read,
     ids: Tensor,
     windows: Windows,
     *,
@@ -132,51 +128,41 @@ def find_blame(
         other = b(name).to(weights_a[name].dtype)
         weights_b[name] = weights_a[name] if torch.equal(weights_a[name], other) else other
     changed = [name for name in names if weights_b[name] is not weights_a[name]]
-    mixed = _Mixed(config, weights_a, weights_b)
-    measure = _Measured(mixed, ids[:TOKENS], windows, vocab, seed, progress)
-    parts = _grouped(changed, part_name)
-    halves = _grouped([name for name in changed if layer(name) is not None], half_name)
-    in_order = [frozenset().union(*list(parts.values())[: place + 1]) for place in range(len(parts))]
-    measure([frozenset(changed), *parts.values(), *in_order, *halves.values()])
-    levels = [measure.part(name, own, upto) for (name, own), upto in zip(parts.items(), in_order, strict=True)]
-    half_parts = [measure.part(name, own) for name, own in halves.items()]
-    whole, passes = measure.part("", frozenset(changed)), mixed.blocks_run / config.n_layer / len(measure.batches)
-    return Blame(measure.tokens, tuple(levels), tuple(half_parts), whole.alone, whole.gain, passes)
+    parts, halves = _grouped(changed, part_name), _grouped([name for name in changed if layer(name) is not None], half_name)
+    in_order = list(itertools.accumulate(parts.values(), lambda before, own: before | own))
+    wanted = list(dict.fromkeys([whole := frozenset(changed), *parts.values(), *in_order, *halves.values()]))
+    mixed, ids = _Mixed(config, weights_a, weights_b), ids[:TOKENS]
+    batches, bootstrap = list(windows.batches(ids)), Bootstrap(len(ids) - 1, seed)
+    effects = _effects(mixed, wanted, ids, batches, vocab, progress)
+    means = {own: (bootstrap.mean(kl), bootstrap.mean(gained)) for own, (kl, gained) in zip(wanted, effects, strict=True)}
+    of_parts = zip(parts.items(), in_order, strict=True)
+    levels = tuple(Part(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
+    half_parts = tuple(Part(name, len(own), *means[own], None) for name, own in halves.items())
+    return Blame(len(ids) - 1, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
 
 
-class _Measured:
-    """Measures a with sets of b's parameters in place of its own, each set once."""
-
-    def __init__(self, mixed: _Mixed, ids: Tensor, windows: Windows, vocab: int, seed: int, progress: Progress) -> None:
-        self.mixed, self.ids, self.windows, self.vocab, self.progress = mixed, ids, windows, vocab, progress
-        self.tokens = len(ids) - 1
-        self.bootstrap = Bootstrap(self.tokens, seed)
-        self.batches = list(windows.batches(ids))
-        self.effects: dict[frozenset[str], _Effect] = {}
-
-    def __call__(self, sets: Sequence[frozenset[str]]) -> None:
-        """Measure b's parameters in each of these sets."""
-        wanted = list(dict.fromkeys(sets))
-        models = [ChainMap({name: self.mixed.b[name] for name in names}, self.mixed.a) for names in wanted]
-        effects: list[list[_Effect]] = [[] for _ in models]
-        for number, (inputs, group) in enumerate(self.batches):
-            self.mixed.start(inputs)
-            reference = self.mixed.logits(self.mixed.a)
-            for place, taken in enumerate(models):
-                self.progress(f"blame: variant {place + 1} of {len(models)}, windows {number + 1} of {len(self.batches)}")
-                logits = self.mixed.logits(taken)
-                for row, window in enumerate(group):
-                    first = window.first - window.start
-                    targets = self.ids[window.first + 1 : window.end + 1]
-                    rows_a, rows_b = (each[row, first:, : self.vocab] for each in (reference, logits))
-                    logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, targets, 1)
-                    effects[place].append(_Effect(kl, gain(logp_a, logp_b)))
-        joined = [_Effect(*map(torch.cat, zip(*parts, strict=True))) for parts in effects]
-        self.effects = dict(zip(wanted, joined, strict=True))
-
-    def part(self, name: str, own: frozenset[str], upto: frozenset[str] | None = None) -> Part:
-        alone, mean = self.effects[own], self.bootstrap.mean
-        return Part(name, len(own), mean(alone.kl), mean(alone.gain), None if upto is None else mean(self.effects[upto].kl))
+def _effects(
+    mixed: _Mixed,
+    wanted: Sequence[frozenset[str]],
+    ids: Tensor,
+    batches: Sequence[tuple[Tensor, list[Window]]],
+    vocab: int,
+    progress: Progress,
+) -> list[tuple[Tensor, Tensor]]:
+    """Return KL and gain of each token (N,), float64, with each set of b's parameters in place of a's."""
+    models = [ChainMap({name: mixed.b[name] for name in names}, mixed.a) for names in wanted]
+    effects: list[list[tuple[Tensor, Tensor]]] = [[] for _ in models]
+    for number, (inputs, group) in enumerate(batches):
+        mixed.start(inputs)
+        reference = mixed.logits(mixed.a)
+        for place, taken in enumerate(models):
+            progress(f"blame: variant {place + 1} of {len(models)}, windows {number + 1} of {len(batches)}")
+            logits = mixed.logits(taken)
+            for row, window in enumerate(group):
+                rows_a, rows_b = (each[row, window.first - window.start :, :vocab] for each in (reference, logits))
+                logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, ids[window.first + 1 : window.end + 1], 1)
+                effects[place].append((kl, gain(logp_a, logp_b)))
+    return [(torch.cat([kl for kl, _ in rows]), torch.cat([gained for _, gained in rows])) for rows in effects]
 
 
 def _grouped(names: Sequence[str], group: Callable[[str], str]) -> dict[str, frozenset[str]]:
