@@ -130,11 +130,8 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
         asked, right = _texts(prompt), _texts(expected)
         if len(asked) != 1 or not asked[0] or not right or not all(map(str.strip, right)):
             fault = own[bool(asked and asked[0])]
-            empty = (
-                f"its {fault} is empty, or neither text nor number"
-                if fault in record
-                else f"it has {', '.join(map(str, record))}"
-            )
+            there = f"it has {', '.join(map(str, record))}"
+            empty = f"its {fault} is empty, or neither text nor number" if fault in record else there
             names = "" if fields else "; --set data.prompt=NAME and --set data.field=NAME name others"
             raise InputError(f"{where}: a case needs {wanted}; {empty}{names}")
         cases.append((asked[0], tuple(right)))
@@ -165,16 +162,8 @@ def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
     rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))
     gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
-    return Cases(
-        table if isinstance(table, str) else table.path,
-        rows,
-        a.accuracy,
-        b.accuracy,
-        gain.accuracy,
-        likelier.ratio,
-        contains_a,
-        contains_b,
-    )
+    path, right = table if isinstance(table, str) else table.path, (a.accuracy, b.accuracy)
+    return Cases(path, rows, *right, gain.accuracy, likelier.ratio, contains_a, contains_b)
 
 
 def _ask(model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:

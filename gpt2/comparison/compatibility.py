@@ -60,9 +60,8 @@ class Vocabularies:
         if self.verdict != "extended":
             return f"one vocabulary, {same}"
         more = "B" if self.examples[0][1] is None else "A"
-        tokens = ", ".join(f"{a or b} ({index})" for index, a, b in self.examples) + ", ..." * (
-            self.differing > len(self.examples)
-        )
+        examples = [f"{a or b} ({index})" for index, a, b in self.examples]
+        tokens = ", ".join([*examples, *["..."] * (self.differing > len(examples))])
         return f"{more}'s vocabulary has {self.differing:,} more, {tokens}; {same}"
 
     @property
@@ -86,11 +85,8 @@ class Compatibility:
     @property
     def departures(self) -> tuple[str, ...]:
         """What makes b another program than a, whatever the weights: settings that change the function, and the tokenizer."""
-        fields = [
-            field
-            for field, a, b in self.architecture
-            if field in FUNCTION and field not in ROUNDING and not (a in TANH_GELU and b in TANH_GELU)
-        ]
+        changed = [(field, {a, b}) for field, a, b in self.architecture if field in FUNCTION and field not in ROUNDING]
+        fields = [field for field, both in changed if not both <= {*TANH_GELU}]
         tokenizer = [] if self.vocabularies.verdict in ("equal", "none") else ["the tokenizer"]
         return (*fields, *(what for what, *_ in self.vocabularies.rules), *tokenizer)
 
@@ -121,14 +117,11 @@ def _rules(a: Tokenizer, b: Tokenizer) -> tuple[tuple[str, str, str], ...]:
 def first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
     """Return the first token in which two tokenizers' ids of a text differ, or None."""
     ids = a.encode(text), b.encode(text)
-    pairs = itertools.zip_longest(*ids)
-    at = next((index for index, (x, y) in enumerate(pairs) if x != y), None)
+    at = next((index for index, (x, y) in enumerate(itertools.zip_longest(*ids)) if x != y), None)
     if at is None:
         return None
-    of_a, of_b = (
-        (own[at], _text(_entry(by, own[at])) or "") if at < len(own) else None for by, own in zip((a, b), ids, strict=True)
-    )
-    return Parting(at, of_a, of_b)
+    known = [(own[at], _text(_entry(by, own[at])) or "") if at < len(own) else None for by, own in zip((a, b), ids, strict=True)]
+    return Parting(at, *known)
 
 
 def compatibility(

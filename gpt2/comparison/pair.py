@@ -84,9 +84,8 @@ def measure(
     weights = activations = numerics = distributions = words = logp = logp_a = floor = moved = None
     made_of = ""
     stored = _stored(a.side, b.side)
-    if stored and "weights" not in fit.impossible:
-        weights = _weights(*stored, progress) if Part.WEIGHTS in parts else None
-        moved, made_of = _moved(*stored, fit, progress) if weights is None else (weights.total.distance, "")
+    if stored and Part.WEIGHTS in parts and "weights" not in fit.impossible:  # before b takes memory
+        weights = _weights(*stored, progress)
     progress(f"{b.side.name}: loading")
     with b.side:
         if Part.ACTIVATIONS in parts and "activations" not in fit.impossible:
@@ -116,6 +115,8 @@ def measure(
         if Part.FLOOR in parts and distributions is not None:
             progress("the floor of noise")
             floor = a.floor(ids[:TRACED], b.side.dtype) or b.floor(ids[:TRACED], a.side.dtype)
+    if stored and Part.WEIGHTS not in parts and "weights" not in fit.impossible:  # of mapped files, whose pages are memory too
+        moved, made_of = _moved(*stored, fit, progress)
     scores = fit, language, logp, logp_a, last_words, moved, made_of, distributions
     return Pair(*scores, weights, activations, numerics, words, cases, floor)
 

@@ -86,23 +86,18 @@ def compare_sides(
     (pair,), (other,) = pairs, others
     left_out = pair.fit.impossible | first.rows_left_out | other.rows_left_out
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=settings.seed)
+    parts_of = ("distributions", "weights", "activations", "numerics", "words", "cases", "floor")
     return Comparison(
         a=described[0],
         b=described[1],
         compatibility=replace(pair.fit, impossible=left_out),
         text=passage.scored,
-        weights=pair.weights,
-        activations=pair.activations,
-        distributions=pair.distributions,
+        **{name: getattr(pair, name) for name in parts_of},
         alone=() if pair.distributions else (own.score, pair.language.score),
-        words=pair.words,
         last_words=LastWords(last_words, pair.last_words, change) if last_words and pair.last_words and change else None,
-        numerics=pair.numerics,
+        blame=blamed(sides[0], sides[1], passage, settings) if settings.blame else None,
         environment=env,
         seed=settings.seed,
-        blame=blamed(sides[0], sides[1], passage, settings) if settings.blame else None,
-        floor=pair.floor,
-        cases=pair.cases,
         seconds=time.perf_counter() - started,
     )
 

@@ -6,11 +6,11 @@ that rounding alone could produce are not counted.
 
 from __future__ import annotations
 
+import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
-from typing import Self
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -137,15 +137,13 @@ class WeightChanges:
 
 def compare_weights(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> WeightChanges:
     """Read each parameter of both models once."""
-    tensors: list[TensorChange] = []
-    sums: dict[str, list[_Sums]] = {}
+    changes, families = list[tuple[TensorChange, Tensor]](), dict[str, list[tuple[TensorChange, Tensor]]]()
     for name in names:
         progress(f"weights: {name}")
-        change, total = _compare(name, a(name), b(name))
-        tensors.append(change)
-        sums.setdefault(change.family, []).append(total)
-    families = tuple(_together(family, totals) for family, totals in sums.items())
-    return WeightChanges(tuple(tensors), families, _together("all", [total for totals in sums.values() for total in totals]))
+        changes.append(_compare(name, a(name), b(name)))
+        families.setdefault(changes[-1][0].family, []).append(changes[-1])
+    together, every = tuple(_together(*each) for each in families.items()), [each for own in families.values() for each in own]
+    return WeightChanges(tuple(change for change, _ in changes), together, _together("all", every))
 
 
 def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> float:
@@ -172,60 +170,42 @@ def _ratio(change: float, norm: float) -> float:
     return math.sqrt(change / norm) if norm else math.inf
 
 
-@dataclass(frozen=True)
-class _Sums:
-    """Sums over the entries of one tensor or several, from which the figures are computed."""
-
-    entries: int = 0
-    a: float = 0.0  # sum of squares
-    b: float = 0.0
-    product: float = 0.0
-    difference: float = 0.0
-    equal: int = 0
-    max_abs: float = 0.0
-
-    @classmethod
-    def of(cls, a: Tensor, b: Tensor) -> Self:
-        a, b = a.double(), b.double()
-        change = b - a
-        squares_a, squares_b, product, squares = (float(each.sum()) for each in (a.square(), b.square(), a * b, change.square()))
-        largest = float(change.abs().nan_to_num(nan=math.inf).max())
-        return cls(a.numel(), squares_a, squares_b, product, squares, int((a == b).sum()), largest)
-
-    def __add__(self, other: Self) -> Self:
-        sums = {name: value + getattr(other, name) for name, value in vars(self).items()}
-        return replace(self, **{**sums, "max_abs": max(self.max_abs, other.max_abs)})
-
-    @property
-    def distance(self) -> float:
-        return _ratio(self.difference, self.a)
-
-    @property
-    def cosine(self) -> float:
-        return cosine(self.product, self.a, self.b)
+def _sums(a: Tensor, b: Tensor) -> tuple[Tensor, float]:
+    """Return what adds up (6,): entries, squares of a, of b, of the change, products, equal entries; and the largest change."""
+    a, b = a.double(), b.double()
+    change = b - a
+    sums = [float(each.sum()) for each in (a.square(), b.square(), change.square(), a * b, a == b)]
+    return torch.tensor([a.numel(), *sums], dtype=torch.float64), float(change.abs().nan_to_num(nan=math.inf).max())
 
 
-def _compare(name: str, a: Tensor, b: Tensor) -> tuple[TensorChange, _Sums]:
+def _figures(sums: Tensor) -> tuple[float, float, float]:
+    """Return distance, cosine, and the fraction of equal entries."""
+    entries, a, b, change, product, equal = sums.tolist()
+    return _ratio(change, a), cosine(product, a, b), equal / max(1, entries)
+
+
+def _compare(name: str, a: Tensor, b: Tensor) -> tuple[TensorChange, Tensor]:
     coarser = a.dtype if torch.finfo(a.dtype).eps >= torch.finfo(b.dtype).eps else b.dtype
-    total, ulp_max, ulp_sum = _Sums(), 0, 0
+    total, largest, ulp_max, ulp_sum = torch.zeros(6, dtype=torch.float64), 0.0, 0, 0
     for chunk_a, chunk_b in _chunks(a, b):
-        total += _Sums.of(chunk_a, chunk_b)
+        sums, most = _sums(chunk_a, chunk_b)
+        total, largest = total + sums, max(largest, most)
         apart = ulps(chunk_a.to(coarser), chunk_b.to(coarser))
         ulp_max, ulp_sum = max(ulp_max, int(apart.max())), ulp_sum + int(apart.sum())
     rank = effective = None
-    if a.ndim == 2 and math.isfinite(total.difference):
-        spread = math.sqrt(total.b / a.numel()) * torch.finfo(coarser).eps / 2
+    _, squares_a, squares_b, change, *_ = total.tolist()
+    if a.ndim == 2 and math.isfinite(change):
+        spread = math.sqrt(squares_b / a.numel()) * torch.finfo(coarser).eps / 2
         # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
         noise = spread * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))
-        values = singular_values(a, b) if total.difference > 0 else torch.zeros(min(a.shape), dtype=torch.float64)
+        values = singular_values(a, b) if change > 0 else torch.zeros(min(a.shape), dtype=torch.float64)
         # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
         resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
         rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
-    sizes = math.sqrt(total.a), math.sqrt(total.b), total.distance, total.max_abs, total.cosine, total.equal / a.numel()
-    ulps_apart = ulp_max, ulp_sum / a.numel()
-    return TensorChange(
-        name, re.sub(r"^h\.\d+", "h.{}", name), layer(name), tuple(a.shape), *sizes, *ulps_apart, rank, effective
-    ), total
+    moved, angle, unchanged = _figures(total)
+    sizes = math.sqrt(squares_a), math.sqrt(squares_b), moved, largest, angle, unchanged, ulp_max, ulp_sum / a.numel()
+    family = re.sub(r"^h\.\d+", "h.{}", name)
+    return TensorChange(name, family, layer(name), tuple(a.shape), *sizes, rank, effective), total
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -234,10 +214,10 @@ def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     return zip(a.split(rows), b.split(rows), strict=True)
 
 
-def _together(family: str, sums: list[_Sums]) -> FamilyChange:
-    total = sum(sums, _Sums())
-    unchanged = total.equal / max(1, total.entries)
-    return FamilyChange(family, len(sums), total.entries, total.distance, total.max_abs, total.cosine, unchanged)
+def _together(family: str, changes: Sequence[tuple[TensorChange, Tensor]]) -> FamilyChange:
+    total = functools.reduce(torch.add, (sums for _, sums in changes))
+    moved, angle, unchanged = _figures(total)
+    return FamilyChange(family, len(changes), int(total[0]), moved, max(each.max_abs for each, _ in changes), angle, unchanged)
 
 
 def ulps(a: Tensor, b: Tensor) -> Tensor:
