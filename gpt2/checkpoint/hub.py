@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from gpt2.checkpoint.files import ADAPTER, LAYOUTS, OLD_LAYOUTS
 from gpt2.checkpoint.names import OFFICIAL
 from gpt2.checkpoint.official import other_than_official
 from gpt2.data.client import check_environment, one_line
@@ -29,16 +30,13 @@ T = TypeVar("T")
 
 # Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {
-    "model.safetensors": "",
-    "model.safetensors.index.json": r"model-\d+-of-\d+\.safetensors",
-    "pytorch_model.bin": "",
-    "pytorch_model.bin.index.json": r"pytorch_model-\d+-of-\d+\.bin",
-    "model.ckpt.index": r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe",  # OpenAI's own
-    "flax_model.msgpack": "",
-    "tf_model.h5": "",
+    name: pattern
+    for single, index, suffix in LAYOUTS
+    for name, pattern in ((single, ""), (index, rf"{single.removesuffix(suffix)}-\d+-of-\d+\{suffix}"))
 }
-# If none exists: a PEFT adapter, whose base is another repository.
-ADAPTER, ADAPTED = "adapter_config.json", ("adapter_model.safetensors", "adapter_model.bin")
+WEIGHTS["model.ckpt.index"] = r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe"  # OpenAI's own
+WEIGHTS |= dict.fromkeys(OLD_LAYOUTS, "")
+ADAPTED = ("adapter_model.safetensors", "adapter_model.bin")  # if none exists: of a PEFT adapter, whose base is elsewhere
 # Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
 OTHERS = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"  # to name what is there instead

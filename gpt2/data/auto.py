@@ -103,7 +103,7 @@ def _tokens(said: Mapping[str, Any]) -> Iterator[Token]:
     extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or {}
     extra = extra if isinstance(extra, dict) else {f"{i}_token": token for i, token in enumerate(extra)}
     for role, token in {**said, **extra}.items():
-        if token and role.endswith("_token") and not role.startswith("add_"):
+        if token and role.endswith("_token") and (role in ROLES or isinstance(token, str | dict)):
             yield _known(token, PLACING) | {"role": role, "special": True}
 
 
