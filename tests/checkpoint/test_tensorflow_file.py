@@ -98,7 +98,6 @@ def restarts(*places: int) -> bytes:
 
 
 ROWS = block([FIRST, ROW])
-ENTRY = bytes([0, 1, len(HONEST)]) + b"a" + HONEST
 HEADER_ENTRY = bytes([0, 0, len(header())]) + header()
 
 
