@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.containers import gguf_file, read_json, whole
-from gpt2.checkpoint.files import ADAPTER, config_of, files_of, folder_of, is_adapter, open_weights
+from gpt2.checkpoint.files import config_of, files_of, folder_of, is_adapter, open_weights
 from gpt2.checkpoint.hub import repository_files
 from gpt2.checkpoint.keys import HEAD, expected
 from gpt2.checkpoint.match import Assignment, match, require_gpt2
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights
+from gpt2.checkpoint.names import ADAPTER, DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights
 from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.damage import ADVICE, Look, look

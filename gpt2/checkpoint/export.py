@@ -12,11 +12,10 @@ import torch
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import WEIGHTS
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
 from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, tokenizer_file
 from gpt2.checkpoint.loading import require_usable, rows_note
-from gpt2.checkpoint.names import EXPORTS, ModelName
+from gpt2.checkpoint.names import EXPORTS, WEIGHTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.chat import FILE as CHAT

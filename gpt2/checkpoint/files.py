@@ -31,17 +31,11 @@ from gpt2.checkpoint.containers.safetensors_file import NAME, RowShards, Safeten
 from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.keys import HEAD, SYNONYMS, from_file, sizes
+from gpt2.checkpoint.names import ADAPTER, LAYOUTS, OLD_LAYOUTS, WEIGHTS
 from gpt2.config import OFFICIAL_SIZES, GPT2Config, quoted
 from gpt2.data.files import LIMIT, SMALL
 from gpt2.errors import CheckpointError, InputError
 
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-ADAPTER = "adapter_config.json"
-# transformers' names of weights, preferred ones first: one file, or an index of shards.
-LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
-# Names of older releases, which transformers 5 does not open; always one file.
-OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
 # Suffixes of a single weights file in a folder without the names above.
 LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack")
 BESIDE = {*SMALL, ADAPTER, "hparams.json", "checkpoint", "encoder.json", "vocab.bpe", *(index for _, index, _ in LAYOUTS)}

@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from gpt2.checkpoint.files import ADAPTER, LAYOUTS, OLD_LAYOUTS
-from gpt2.checkpoint.names import OFFICIAL
+from gpt2.checkpoint.names import ADAPTED, ADAPTER, LAYOUTS, OFFICIAL, OLD_LAYOUTS
 from gpt2.checkpoint.official import other_than_official
 from gpt2.data.client import check_environment, one_line
 from gpt2.data.files import SMALL, read_all, warn_once, written_aside
@@ -36,7 +35,7 @@ WEIGHTS = {
 }
 WEIGHTS["model.ckpt.index"] = r"model\.ckpt\.data-\d+-of-\d+|checkpoint|hparams\.json|encoder\.json|vocab\.bpe"  # OpenAI's own
 WEIGHTS |= dict.fromkeys(OLD_LAYOUTS, "")
-ADAPTED = ("adapter_model.safetensors", "adapter_model.bin")  # if none exists: of a PEFT adapter, whose base is elsewhere
+# If none exists: ADAPTED, of a PEFT adapter, whose base is another repository.
 # Else the only file that can be a whole model, such as a GGUF or nanoGPT's ckpt.pt.
 ALONE = r"(?!adapter_)[\w.+-]+\.(gguf|safetensors|pth?|ckpt)"
 OTHERS = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"  # to name what is there instead

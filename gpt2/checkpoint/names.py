@@ -1,4 +1,7 @@
-"""Parse a MODEL argument: an official name, a repository, a path or random weights, with optional revision and dtype."""
+"""Parse a MODEL argument: an official name, a repository, a path or random weights, with optional revision and dtype.
+
+Also the names that files of weights have, for folders and for the Hub.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,14 @@ OFFICIAL = {
 }
 PATHS = (".", "/", "~")  # a name with such a prefix is a path, even if it does not exist
 REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)  # org/name on the Hub
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER = "adapter_config.json"
+# transformers' names of weights, preferred ones first: one file, or an index of shards.
+LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_model.bin.index.json", ".bin"))
+# Names of older releases, which transformers 5 does not open; always one file.
+OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
+ADAPTED = ("adapter_model.safetensors", "adapter_model.bin")  # a PEFT adapter's, beside ADAPTER
 # Spelling of a dtype -> torch's name.
 FLOATS = {
     **dict.fromkeys(("fp32", "float32", "f32"), "float32"),

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, listed, read_json
-from gpt2.checkpoint.files import ADAPTER as CONFIG
 from gpt2.checkpoint.files import open_file
 from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer, to_file
-from gpt2.checkpoint.names import DEFAULT, OFFICIAL, ModelName
+from gpt2.checkpoint.names import ADAPTED, DEFAULT, OFFICIAL, ModelName
+from gpt2.checkpoint.names import ADAPTER as CONFIG
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import GPT2Config, number, quoted
 from gpt2.errors import CheckpointError, InputError, user_path
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpt2.model import GPT2
 
 Reader = Callable[[str, torch.dtype], Tensor]
-WEIGHTS, PICKLED = "adapter_model.safetensors", "adapter_model.bin"
+WEIGHTS = ADAPTED[0]
 PREFIX = "base_model.model."  # attributes of PeftModel and LoraModel
 MAX_NUMBER = 1e30  # of r and alpha: their quotient is finite in float32
 TABLES = ("wte", "wpe")
@@ -126,7 +126,7 @@ def read_adapter(path: Path) -> Adapter:
     more += ["init_lora_weights"] if config.get("init_lora_weights") not in INITIALISATIONS else []
     if more:
         raise CheckpointError(f"{where}: uses {listed(more)}, which is more than LoRA; {advice}")
-    if (weights := next((path / name for name in (WEIGHTS, PICKLED) if os.path.lexists(path / name)), None)) is None:
+    if (weights := next((path / name for name in ADAPTED if os.path.lexists(path / name)), None)) is None:
         raise CheckpointError(f"{path}: has no {WEIGHTS} beside {CONFIG}; fetch the adapter again")
     file = open_file(weights)
     pairs: dict[str, dict[str, str]] = {}

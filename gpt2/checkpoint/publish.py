@@ -9,10 +9,10 @@ from pathlib import Path
 from gpt2.checkpoint import card
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, open_path
 from gpt2.checkpoint.describe import File
-from gpt2.checkpoint.files import ADAPTER, INDEX, require_small
+from gpt2.checkpoint.files import require_small
 from gpt2.checkpoint.hub import explained, hashes_of
 from gpt2.checkpoint.loading import require_usable, rows_note
-from gpt2.checkpoint.names import REPOSITORY
+from gpt2.checkpoint.names import ADAPTER, INDEX, REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import CARD, MANIFEST, unlike_manifest
 from gpt2.config import quoted

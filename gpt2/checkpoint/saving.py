@@ -18,8 +18,9 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers import listed, require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
-from gpt2.checkpoint.files import WEIGHTS, require_small
+from gpt2.checkpoint.files import require_small
 from gpt2.checkpoint.keys import expected, to_file
+from gpt2.checkpoint.names import WEIGHTS
 from gpt2.data.files import MOST, opened, read_all, warn_once, written_aside
 from gpt2.errors import CheckpointError, InputError, user_path
 

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, Checkpoint, StoredCheckpoint
-from gpt2.checkpoint.files import ADAPTER, INDEX, LAYOUTS, WEIGHTS, read_config
+from gpt2.checkpoint.files import read_config
 from gpt2.checkpoint.keys import to_file
+from gpt2.checkpoint.names import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.config import GPT2Config
 from gpt2.data.adapter import quiet
 from gpt2.data.client import check_environment

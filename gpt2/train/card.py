@@ -13,7 +13,7 @@ from gpt2.checkpoint import card
 from gpt2.checkpoint.card import CURVES, Base, Record, Training
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
-from gpt2.checkpoint.files import WEIGHTS
+from gpt2.checkpoint.names import WEIGHTS
 from gpt2.checkpoint.saving import sha256
 from gpt2.data.chat import ChatFormat
 from gpt2.data.files import read_all

@@ -28,7 +28,8 @@ from safetensors.torch import load_file
 
 from gpt2.checkpoint.card import edited_card
 from gpt2.checkpoint.containers.safetensors_file import NAME
-from gpt2.checkpoint.files import ADAPTER, open_weights
+from gpt2.checkpoint.files import open_weights
+from gpt2.checkpoint.names import ADAPTER
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import CARD, safetensors_file, unlike_manifest, write_file, write_json
 from gpt2.config import number, quoted
