@@ -32,6 +32,8 @@ def test_each_field_is_an_option_with_its_type_its_default_and_its_help() -> Non
     parser = argparse.ArgumentParser()
     add_options(parser, Own)
     assert read(Own, parser.parse_args(["x"])) == Own(what="x")
+    with pytest.raises(SystemExit):  # a field without a default is required
+        parser.parse_args([])
     words = ["x", "y", "z", "--rate", "2", "--times", "3", "--word", "a", "--word", "b", "--loud"]
     given = read(Own, parser.parse_args(words))
     assert given == Own(what="x", more=("y", "z"), rate=2.0, times=3, word=("a", "b"), loud=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import ASSET, mistake
+from support.commands import ASSET
 
 import gpt2
 from gpt2.cli.main import main
@@ -34,29 +34,6 @@ def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert len(lines) == len(written)
     digest = hashlib.sha256(written["model.safetensors"]).hexdigest()
     assert any(re.fullmatch(rf"  model\.safetensors +7\.7 MB  sha256 {digest}", line) for line in lines)
-
-
-@pytest.mark.parametrize(("type", "size"), [(None, 7_731_808), ("q8_0", 2_300_000)])
-def test_gguf_is_one_file_that_loads_and_writes_the_same_text(tmp_path: Path, capsys, type: str | None, size: int) -> None:
-    """Written, opened, and used to generate."""
-    flags = ["--format", "gguf", *([] if type is None else ["--type", type])]
-    assert main(["export", "shakespeare-mini", str(tmp_path / "a" / "b"), *flags]) == 0
-    assert f"gguf, {type or 'f32'}," in capsys.readouterr().out
-    file = tmp_path / "a" / "b" / "model.gguf"
-    assert {path.name for path in file.parent.iterdir()} == {"model.gguf", "README.md"}
-    assert abs(file.stat().st_size - size) < 0.05 * size
-    texts = []
-    for model in ("shakespeare-mini", str(file)):
-        assert main(["generate", model, "--prompt", "ROMEO:", "--temperature", "0", "--max-new-tokens", "12"]) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("ROMEO:")
-
-
-@pytest.mark.parametrize("argv", [[], ["gpt2"], ["gpt2", "x", "--format", "onnx"], ["gpt2", "x", "--type", "q4_k"]])
-def test_a_directory_and_a_model_are_required(argv: list[str], capsys: pytest.CaptureFixture) -> None:
-    """With a default model, `gpt2 export gpt2` would write the embedded model into a folder called gpt2."""
-    assert mistake(capsys, "export", *argv).endswith("; see gpt2 export --help\n")
 
 
 MINE = """
