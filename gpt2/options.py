@@ -6,7 +6,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
 from functools import partial
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin
 
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -66,9 +66,11 @@ def help_of(each: "Field[Any]") -> str:
 def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add each field to a parser. What it parses holds only what was given; :func:`read` knows the defaults."""
     groups: dict[str | None, Any] = {None: parser}
-    for each, kind in zip(fields(settings), get_type_hints(settings).values(), strict=True):
+    for each in fields(settings):
         if "help" not in each.metadata:
             continue
+        kind = each.type
+        assert not isinstance(kind, str), f"{each.name}: its type is a text; leave out from __future__ import annotations"
         how: dict[str, Any] = {"help": help_of(each), "default": argparse.SUPPRESS}
         kinds, several, optional = get_args(kind) or (kind,), get_origin(kind) is tuple, each.default is not MISSING
         if kind is bool:
@@ -106,12 +108,10 @@ def pick(settings: Any, *names: str) -> dict[str, Any]:
 
 def signed(function: F, settings: type) -> F:
     """Return a function that shows the fields as its keywords, in signature and docstring, in place of its ``**options``."""
-    signature, types = inspect.signature(function), get_type_hints(settings)
+    signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
-    more = [
-        inspect.Parameter(e.name, inspect.Parameter.KEYWORD_ONLY, default=e.default, annotation=types[e.name])
-        for e in fields(settings)
-    ]
+    keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
+    more = [keyword(each.name, default=each.default, annotation=each.type) for each in fields(settings)]
     function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
     told = "".join(f"\n    {each.name}: {help_of(each)}" for each in fields(settings) if "help" in each.metadata)
     function.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords:{told}"

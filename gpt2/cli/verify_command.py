@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Self
 
 from gpt2.cli.common import ModelSettings, Status, save_page, write_result
 from gpt2.errors import InputError
-from gpt2.options import changed, device_option, flag_of, json_option, option, pick, seed_option
+from gpt2.options import changed, device_option, flag_of, json_option, option, pick
+from gpt2.parity.settings import VerifySettings
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -28,21 +29,16 @@ and float16, beside float64 on the CPU. An error up to twice what rounding expla
 16-bit sums or flushed subnormals explain is named, with the line that turns it off. Of all else the first wrong point is named.
 
 exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator, 2 bad input, 130 interrupted, with a report"""
-QUICK = "leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts"
 
 
 @dataclass(frozen=True, kw_only=True)
-class VerifySettings(ModelSettings):
-    seed: int = seed_option("seeds the random token ids")
-    quick: bool = option(QUICK, default=False)
-    keep_going: bool = option("look for more differences; the default stops at the first one", default=False)
-    record: bool = option("show each number that others recorded of the official weights, beside ours", default=False)
+class VerifyOptions(VerifySettings, ModelSettings):
     html: str | None = option("also write the report as one HTML file", "FILE")
     device: str | None = device_option("judge this device instead, operator by operator", None)
     json: str | None = json_option()
 
 
-def run(args: VerifySettings) -> int:
+def run(args: VerifyOptions) -> int:
     from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast, overload
 
 import torch
 
@@ -19,15 +19,16 @@ from gpt2.damage import ADVICE
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import environment
-from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import missing_kernel
 from gpt2.model import GPT2
+from gpt2.options import changed, pick, signed
 from gpt2.pages.reports import Interrupted
 from gpt2.parity import checks, reference
-from gpt2.parity.checks import Build, Probe, Subject
+from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
+from gpt2.parity.settings import VerifySettings
 from gpt2.parity.training import gradients, rounded_gradients
 
 if TYPE_CHECKING:
@@ -39,102 +40,69 @@ MORE_DRAWS = 8  # times as many runs with random errors, before rounding errors 
 MORE_BYTES = 1e9  # of a large model fewer, but two: each has a gradient of the embedding in float64
 
 
-@overload
-def verify(
-    name: str | GPT2 = ...,
-    *,
-    dtype: str = ...,
-    seed: int = ...,
-    revision: str | None = ...,
-    offline: bool = ...,
-    quick: bool = ...,
-    keep_going: bool = ...,
-    record: bool = ...,
-    build: Build | None = ...,
-    progress: Progress = ...,
-    watch: Callable[[Report], None] | None = ...,
-) -> Report: ...
+P = ParamSpec("P")
 
 
-@overload
-def verify(
-    name: str = ...,
-    *,
-    device: str | torch.device,
-    seed: int = ...,
-    revision: str | None = ...,
-    offline: bool = ...,
-    progress: Progress = ...,
-) -> DeviceReport: ...
+class Verifies(Protocol[P]):
+    """:func:`verify`, with the fields of ``VerifySettings`` as its keywords."""
+
+    @overload
+    def __call__(self, name: str | GPT2 = ..., *args: P.args, **settings: P.kwargs) -> Report: ...
+
+    @overload
+    def __call__(self, name: str = ..., *, device: str | torch.device, **settings: Any) -> DeviceReport: ...
 
 
-def verify(
-    name: str | GPT2 = DEFAULT,
-    *,
-    dtype: str = "float32",
-    seed: int = 0,
-    revision: str | None = None,
-    offline: bool = False,
-    quick: bool = False,
-    keep_going: bool = False,
-    record: bool = False,
-    build: Build | None = None,
-    progress: Progress = silent,
-    watch: Callable[[Report], None] | None = None,
-    device: str | torch.device | None = None,
-) -> Report | DeviceReport:
+def _with_keywords(settings: Callable[P, VerifySettings]) -> Callable[[Callable[..., Report | DeviceReport]], Verifies[P]]:
+    return lambda function: cast(Verifies[P], signed(function, VerifySettings))
+
+
+@_with_keywords(VerifySettings)
+def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = None, **options: Any) -> Report | DeviceReport:
     """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
         name: a model name as in :func:`gpt2.load`; of ``random:SIZE``, transformers writes the weights to a temporary folder.
             Or a model, as one's own loop trained it: its weights are written to a temporary folder, which transformers reads.
+        device: judge this device instead, as :func:`gpt2.verify_device` does, with ``seed``, ``revision``, ``offline`` and
+            ``progress`` alone.
         dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
-        seed: draws the token ids.
-        quick: leave out training (loss, gradients, optimizer steps), and read 128 tokens in place of whole contexts.
-        keep_going: look for further differences behind the first one.
-        record: show each number of the public record (:mod:`gpt2.parity.record`), which is computed for official weights.
         build: makes the model under test from (directory, dtype), a dtype of ``None`` is that of the files; default: our loader.
         progress: called with a few words at each stage.
         watch: called with the report so far after each step. A difference by rounding may be gone in a later one.
-        device: judge this device instead, as :func:`gpt2.verify_device` does, with ``seed``, ``revision``, ``offline`` and
-            ``progress`` alone.
 
     Raises:
         InputError: no such model, files that do not make one, ``record`` with weights that are not official, or an argument
             that has no effect with ``device``.
         Interrupted: Ctrl-C; it has the report so far.
     """
+    settings = VerifySettings(**options)
     if device is not None:
-        if isinstance(name, GPT2) or dtype != "float32" or build is not None or any((quick, keep_going, record, watch)):
+        if isinstance(name, GPT2) or changed(settings, "dtype", "build", "quick", "keep_going", "record", "watch"):
             raise InputError("verify: device takes a name, seed, revision, offline and progress alone; leave the others out")
         from gpt2.devices.run import verify_device
 
-        return verify_device(name, device, seed=seed, revision=revision, offline=offline, progress=progress)
-    if isinstance(name, GPT2):
-        model = name
-        own = build or (lambda _, dtype: copy.deepcopy(model).eval().to(dtype))
-        with TemporaryDirectory() as saved:
-            save(model, None, saved)
-            found = verify(
-                saved,
-                dtype=dtype,
-                seed=seed,
-                quick=quick,
-                keep_going=keep_going,
-                record=record,
-                build=own,
-                progress=progress,
-                watch=watch,
-            )
-        return replace(found, model=model.name or "a model")
+        return verify_device(name, device, **pick(settings, "seed", "revision", "offline", "progress"))
+    if not isinstance(name, GPT2):
+        return _verified(name, settings)
+    model = name
+    own = settings.build or (lambda _, dtype: copy.deepcopy(model).eval().to(dtype))
+    with TemporaryDirectory() as saved:
+        save(model, None, saved)
+        found = _verified(saved, replace(settings, build=own, revision=None))
+    return replace(found, model=model.name or "a model")
+
+
+def _verified(name: str, settings: VerifySettings) -> Report:
+    progress, watch, build = settings.progress, settings.watch, settings.build
     started = time.perf_counter()
-    parsed = ModelName.parse(name, VERIFIES, revision=revision)
-    rounding = getattr(torch, parsed.dtype or dtype_name(dtype, VERIFIES))
-    checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
+    parsed = ModelName.parse(name, VERIFIES, revision=settings.revision)
+    rounding = getattr(torch, parsed.dtype or dtype_name(settings.dtype, VERIFIES))
+    checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=settings.offline)
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     official, recorded = _official(checkpoint, files)
-    if record and recorded is None:
+    if settings.record and recorded is None:
         raise InputError(f"{name}: --record is of the official weights, and this is {official or 'random'}; leave it out")
     env = environment([rounding])
     with reference.directory(checkpoint, progress) as folder:
@@ -143,7 +111,8 @@ def verify(
         given = "" if folder == ours.path else " (given our tensors: it cannot open these files itself)"
         if damage := (seen := ours.look()).damage:
             raise InputError(f"{name}: holds {damage}; {ADVICE}")
-        probe, findings = Probe.draw(ours.config, seed, quick), Findings(rounding, quick, keep_going, progress)
+        probe = Probe.draw(ours.config, settings.seed, settings.quick)
+        findings = Findings(rounding, settings.quick, settings.keep_going, progress)
 
         def report(stopped: str = "", public: RecordReport | None = None) -> Report:
             return Report(
@@ -156,7 +125,7 @@ def verify(
                 checks=findings.checks(stopped),
                 files=files,
                 environment=env,
-                seed=seed,
+                seed=settings.seed,
                 seconds=time.perf_counter() - started,
                 official=official,
                 record=public,
@@ -176,15 +145,15 @@ def verify(
                 from gpt2.parity.record import compute, public_record
 
                 model = make(ours.path, torch.float32)
-                public = compute(recorded, public_record(), model, ours.own_tokenizer(), progress, asked=record)
+                public = compute(recorded, public_record(), model, ours.own_tokenizer(), progress, asked=settings.record)
             return report("", public)
         except DifferenceFound:
             return report(AT_DIFFERENCE)
         except (RuntimeError, NotImplementedError) as error:
             if not (missing := missing_kernel(error)):
                 raise
-            settings = " and ".join(env.settings)
-            remedy = f"unset {settings}, or verify in float32" if settings else "verify in float32"
+            chosen = " and ".join(env.settings)
+            remedy = f"unset {chosen}, or verify in float32" if chosen else "verify in float32"
             raise InputError(f"{name}: PyTorch cannot compute {env.dtype} on this machine ({missing}); {remedy}") from None
         except KeyboardInterrupt:
             raise Interrupted(report(INTERRUPTED)) from None
