@@ -228,10 +228,6 @@ def test_a_vocabulary_that_another_extends(base: Path, text: str, tmp_path: Path
     assert found.activations.first_past.point == "h.1.mlp.c_fc"
     assert "B's vocabulary has 1 more, '[PAD]' (300)" in found.table(200)
     assert "A's vocabulary has 1 more, '[PAD]' (300)" in run(tuned, base, text).table(200)
-    several = gpt2.compare(str(base), str(tuned), str(plain), on=text, tokens=200).candidates
-    assert several[1].against.kl_ab.mean.value == pytest.approx(found.distributions.kl_ab.mean.value, rel=1e-6)
-    assert several[2].against.kl_ab.mean.value == pytest.approx(without.distributions.kl_ab.mean.value, rel=1e-6)
-    assert several[1].weights == several[2].weights > 0
     apart = run(base, with_token(base, tmp_path / "word", "thunder"), text)  # a token that the text does hold
     assert apart.distributions is None
     assert "distributions" in apart.compatibility.impossible

@@ -77,8 +77,6 @@ class TraceSide(Side):
         if about.get("format") == FORMAT:
             _require_as_written(file.path)
             windows, text = Windows(**about["windows"]), Scored(**about["text"])
-            if any(type(each) not in (int, bool, type(None)) for each in vars(windows).values()):
-                raise ValueError("its windows are not whole numbers")
             lengths = known.reshape(vocab) if (known := file.read("token_bytes")).any() else None
         else:
             batch, tokens = (ids := ids if ids.ndim == 2 else ids[None]).shape
