@@ -16,8 +16,10 @@ from gpt2.comparison.pairs import compare_sides
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.config import number
+from gpt2.data.documents import NAMED
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, user_path
+from gpt2.measure.texts import NAMES
 from gpt2.model import GPT2
 from gpt2.options import changed, signed
 
@@ -76,12 +78,14 @@ def compare_named(given: Sequence[Given], settings: Settings, *, hashes: bool = 
 
 def _model(given: object) -> str | GPT2:
     """Return a model, or its name. Raises InputError: it is something else, or a text."""
-    if isinstance(given, str) and len(given.split()) > 2 and os.sep not in given and not user_path(given).exists():
-        raise InputError(f"compare takes models, and {given[:40]!r} reads like a text; {TEXTS}")
     if isinstance(given, GPT2):
         return given
     if isinstance(given, str | os.PathLike):
-        return os.fspath(given)
+        name = os.fspath(given)
+        words = len(name.split()) > 2 and os.sep not in name and not user_path(name).exists()
+        if words or name in NAMES or Path(name).suffix.lower() in {*NAMED} - {""}:
+            raise InputError(f"compare takes models, and {name[:40]!r} reads like a text; {TEXTS}")
+        return name
     how = MODULES if hasattr(given, "forward") else TEXTS
     raise InputError(f"compare takes models, GPT2 or their names, and was given {type(given).__name__}; {how}")
 

@@ -350,6 +350,8 @@ def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str,
     assert gpt2.compare(model, model, base, **where).candidates[1].made_of == "A, the same weights"
     for wrong, says in {
         ("To be, or not to be", model): "reads like a text; texts are read as on='my.jsonl'",
+        (text, model): "reads like a text",
+        ("twelfth-night", model): "reads like a text",
         (("one text", "another"), model): "was given tuple; texts are read as",
         (
             torch.arange(4),
