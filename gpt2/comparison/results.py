@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from gpt2.comparison import charts
 from gpt2.comparison.activations import Activations, Numerics
-from gpt2.comparison.blame_result import Blame
+from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions

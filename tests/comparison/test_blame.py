@@ -17,8 +17,7 @@ from gpt2.checkpoint.export import export
 from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
-from gpt2.comparison.blame import find_blame
-from gpt2.comparison.blame_result import Blame
+from gpt2.comparison.blame import Blame, find_blame
 from gpt2.config import GPT2Config
 from gpt2.measure.per_token import measure_pair
 from gpt2.measure.windows import Windows

@@ -17,7 +17,7 @@ from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 
 from gpt2.comparison.activations import Numerics
-from gpt2.comparison.blame_result import Blame, Part
+from gpt2.comparison.blame import Blame, Part
 from gpt2.comparison.charts import errors_by_layer, heat_scale, heat_shade
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
