@@ -130,6 +130,11 @@ class Distributions:
     resamples: int
     seed: int
 
+    def lacking(self, b: str = "B") -> list[tuple[str, str, float]]:
+        """Who gives probability to tokens that the other lacks, as (one, other, share); ``b`` is the second model's letter."""
+        shares = ("A", b, self.only_a.value), (b, "A", self.only_b.value)
+        return [each for each in shares if each[2] > 0]
+
 
 def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
     """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths, ``seed`` is for the bootstrap."""

@@ -55,13 +55,6 @@ class Candidate:
     rows: int = 0  # of the vocabulary more than the first model's
 
     @property
-    def size_text(self) -> str:
-        """``"7.7 MB"``."""
-        if self.size is None:
-            return ""
-        return f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
-
-    @property
     def figures(self) -> dict[str, object]:
         """Everything as the JSON has it: of the distributions, what is compared of several."""
         if (both := self.against) is None:
@@ -70,17 +63,13 @@ class Candidate:
         against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
         return {**vars(self), "against": against}
 
-    def lacks(self, letter: str) -> list[tuple[str, str, float]]:
-        """Return who lacks tokens of whom, and what these have of its probability; A is the first model."""
-        both = [] if self.against is None else [(letter, "A", self.against.only_a), ("A", letter, self.against.only_b)]
-        return [(lacking, whose, share.value) for lacking, whose, share in both if share.value > 0]
-
     def described(self) -> tuple[str, ...]:
         """Return the cells of its row among the models: name, step, size, speed, and how far the weights moved."""
+        size = "" if self.size is None else f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
         speed = "" if math.isnan(self.tokens_per_second) else f"{self.tokens_per_second:,.0f}"
         moved = "" if self.weights is None else "equal" if self.weights == 0 else f"{self.weights:.2%}"
         moved += f", {self.rows:+,} rows" if self.weights is not None and self.rows else ""
-        return self.model.name, "" if self.step is None else str(self.step), self.size_text, speed, moved
+        return self.model.name, "" if self.step is None else str(self.step), size, speed, moved
 
     def scores(self) -> tuple[str, ...]:
         """Return perplexity and bits per byte, each with its distance from the first model's."""
@@ -192,8 +181,8 @@ class Comparisons(Printed):
             yield Section(columns=("", "", *numbers("measured", "GPT-2 paper, table 3")), rows=papers)
             yield Section(note=dim(self.protocols))
         for letter, one in each:
-            for lacking, whose, share in one.lacks(letter):
-                yield Section(note=yellow(f"{lacking} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
+            for whose, lacks, share in one.against.lacking(letter) if one.against else ():
+                yield Section(note=yellow(f"{lacks} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
             for part, why in one.left_out.items():
                 if part != "activations":
                     yield Section(note=yellow(f"left out of {letter}: {part}: {why.partition(';')[0]}"))

@@ -95,13 +95,6 @@ class Comparison(Printed):
         return f"KL is not above it: {floor.way} alone makes as much"
 
     @property
-    def lacking(self) -> list[tuple[str, str, float]]:
-        """Who gives probability to tokens that the other lacks: (one, other, share)."""
-        both = self.distributions
-        shares = () if both is None else (("A", "B", both.only_a.value), ("B", "A", both.only_b.value))
-        return [each for each in shares if each[2] > 0]
-
-    @property
     def scores(self) -> tuple[LanguageScore, ...]:
         """Each model's score on the text."""
         both = self.distributions
@@ -206,7 +199,7 @@ class Comparison(Printed):
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")
-            for one, other, share in self.lacking:
+            for one, other, share in both.lacking():
                 yield f"{other} lacks", f"{100 * share:.3g}%", f"of {one}'s probability, which is on tokens that only {one} has"
         elif self.alone:
             yield "bits per byte", bits, "each over its own tokens"
