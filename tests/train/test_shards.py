@@ -164,9 +164,9 @@ def test_parts_that_do_not_fit_are_refused(by_two, tmp_path, damage, says):
         gpt2.load(str(copy))
 
 
-@pytest.mark.parametrize("offsets", ["{}", '""', "[0]", "null"])
+@pytest.mark.parametrize("offsets", ["[0]", "null"])
 def test_offsets_of_another_kind_are_refused(tmp_path, offsets):
-    """A scalar's empty table in place of an empty list was a traceback. Control: the list is read."""
+    """A scalar has no rows to begin at; no list at all was a traceback. Control: the empty list is read."""
     for written, right in ((offsets, False), ("[]", True)):
         save_file({"a": torch.ones(())}, tmp_path / FIRST, {"DCP_SHARDING_INFO": f'{{"a": {{"saved_offsets": {written}}}}}'})
         if right:

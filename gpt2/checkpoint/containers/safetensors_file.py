@@ -9,7 +9,9 @@ in ``.metadata``, a pickle, which runs code when read; it is refused.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import operator
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -118,14 +120,11 @@ class RowShards(Container):
 
 def _starts(file: SafetensorsFile) -> dict[str, int]:
     """Return each tensor's first row. Raises CheckpointError: the header does not say it, or the tensor was cut along columns."""
-    try:
+    found: dict[str, list[int]] = {}
+    with contextlib.suppress(KeyError, ValueError, TypeError, RecursionError):
         info: Any = json.loads(file.metadata[INFO])
-        found = {name: info[name][OFFSETS] for name in file.entries}
-        whole = all(type(offsets) is list for offsets in found.values())
-        whole = whole and all(type(n) is int and 0 <= n < 1 << 48 for offsets in found.values() for n in offsets)
-        fits = all(len(found[name]) == len(entry.shape) for name, entry in file.entries.items())
-    except (KeyError, ValueError, TypeError, RecursionError):
-        whole = fits = False
-    if not whole or not fits or any(any(offsets[1:]) for offsets in found.values()):
-        raise CheckpointError(f"{file.path}: has no {INFO} that parts tensors by rows; save the run's model as one file")
+        found = {name: [*map(operator.index, info[name][OFFSETS])] for name in file.entries}
+    for name, entry in file.entries.items():
+        if name not in found or len(found[name]) != len(entry.shape) or any(found[name][1:]):
+            raise CheckpointError(f"{file.path}: has no {INFO} that parts tensors by rows; save the run's model as one file")
     return {name: offsets[0] if offsets else 0 for name, offsets in found.items()}
