@@ -34,7 +34,7 @@ const sides = (data.sides || []).map((side, index) => {
     names: all("tbody th", grid),
     detail: find(`.detail[data-side="${index}"]`),
     layers: all(".layers button", attention),
-    heads: find(".heads", attention),
+    heads: all(".heads button", attention),
     map: find(".map", attention),
     look: find(".look", attention),
     says: find(".says", attention),
@@ -61,7 +61,7 @@ function paint(canvas, side, layer, head, cursor) {
   const scale = cursor ? Math.max(1, Math.ceil(480 / side.n)) : 1;
   canvas.width = canvas.height = side.n * scale;
   const pen = canvas.getContext("2d");
-  const colour = (name) => getComputedStyle(side.heads).getPropertyValue(name).trim();
+  const colour = (name) => getComputedStyle(side.map).getPropertyValue(name).trim();
   pen.fillStyle = colour("--tone");
   for (let row = 0; row < side.n; row++) {
     weights(side, layer, head, row).forEach((weight, column) => {
@@ -105,14 +105,8 @@ function detail(side) {
   if (next !== undefined) sentences.push(`The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}.`);
   sentences.push(`Entropy ${entropy === null ? "–" : entropy.toFixed(2)} nats.`);
   if (data.js && last) sentences.push(`A and B differ here by ${data.js[side.at] === null ? "–" : data.js[side.at].toPrecision(2)} nats (Jensen-Shannon).`);
-  // What is spoken is the sentence, not the whole list at every step.
-  if (!side.sentence) {
-    side.sentence = element("p", "remark");
-    side.sentence.setAttribute("aria-live", "polite");
-    side.detail.append(element("div"), side.sentence);
-  }
-  side.detail.firstChild.replaceChildren(title, list);
-  side.sentence.textContent = sentences.join(" ");
+  find("div", side.detail).replaceChildren(title, list);
+  find("p", side.detail).textContent = sentences.join(" ");
 }
 
 // The chosen cell into sight, past the column that stays; sideways only, so that the page does not jump.
@@ -134,21 +128,15 @@ function look(side, at) {
 function draw(side) {
   const layer = Math.max(0, side.point - 1);
   mark(side.strip, side.at, "aria-selected");
-  side.rows.forEach((row, point) => {
-    row.forEach((cell, at) => {
-      const on = point === side.point && at === side.at;
-      cell.setAttribute("aria-selected", String(on));
-      cell.tabIndex = on ? 0 : -1;
-    });
-  });
+  mark(side.rows.flat(), side.point * side.n + side.at, "aria-selected");
   side.columns.forEach((column, at) => column.classList.toggle("on", at === side.at));
   side.names.forEach((name, point) => name.classList.toggle("on", point === side.point));
   reveal(side);
   detail(side);
   mark(side.layers, layer, "aria-checked");
-  mark([...side.heads.children], side.head, "aria-checked");
+  mark(side.heads, side.head, "aria-checked");
   if (side.drawn !== layer) {
-    [...side.heads.children].forEach((button, head) => paint(find("canvas", button), side, layer, head, false));
+    side.heads.forEach((button, head) => paint(find("canvas", button), side, layer, head, false));
     side.drawn = layer;
   }
   paint(side.map, side, layer, side.head, true);
@@ -157,24 +145,14 @@ function draw(side) {
 }
 
 for (const side of sides) {
-  for (let head = 0; head < side.n_head; head++) {
-    const button = element("button");
-    button.type = "button";
-    button.setAttribute("role", "radio");
-    button.setAttribute("aria-label", `head ${head}`);
-    button.append(element("canvas"), `head ${head}`);
-    side.heads.append(button);
-  }
-  side.words = side.strip.map((token) => {
-    const made = element("span", token.className);
-    made.append(...[...token.childNodes].map((part) => part.cloneNode(true)));
-    side.look.append(made);
-    made.addEventListener("click", () => choose(side, { at: side.words.indexOf(made) }));
-    return made;
+  side.words = side.strip.map((token) => side.look.appendChild(element("span", token.className)));
+  side.words.forEach((made, at) => {
+    made.replaceChildren(...side.strip[at].cloneNode(true).childNodes);
+    made.addEventListener("click", () => choose(side, { at }));
   });
   walk(side.layers, 1, (layer) => choose(side, { point: layer + 1 }));
-  const across = () => getComputedStyle(side.heads).gridTemplateColumns.split(" ").length;
-  walk([...side.heads.children], across, (head) => choose(side, { head }));
+  const across = () => getComputedStyle(side.heads[0].parentElement).gridTemplateColumns.split(" ").length;
+  walk(side.heads, across, (head) => choose(side, { head }));
   walk(side.rows.flat(), side.n, (index) => choose(side, { point: Math.floor(index / side.n), at: index % side.n }));
   side.map.addEventListener("click", (event) => {
     const at = Math.floor((event.offsetY / side.map.clientHeight) * side.n);
