@@ -21,8 +21,7 @@ from gpt2.model import GPT2
 from gpt2.port.alternatives import loading, schedule, table
 from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.moments import readings
-from gpt2.port.alternatives.norms import normed, of_moments
+from gpt2.port.alternatives.norms import normed, of_moments, readings
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.explaining import DumpExplainer, Explanation

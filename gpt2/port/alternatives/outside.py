@@ -1,7 +1,4 @@
-"""What surrounds the blocks: tokens, positions, embeddings, the head's table, and the sequence of blocks.
-
-What a program does to its logits in the end is in ``last_step.py``.
-"""
+"""What surrounds the blocks: tokens, positions, embeddings, the head's table, last steps, and the sequence of blocks."""
 
 from __future__ import annotations
 
@@ -14,18 +11,30 @@ from torch import Tensor
 from gpt2.port.alternatives.alternative import Alternative, Changed, family
 from gpt2.port.alternatives.norm_formulas import layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
-from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, embedding
+from gpt2.port.graph import ROWS, TEXT, Formula, Function, Model, Site, embedding
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import EVERY
 
 MOST_SHIFTS = 33  # by how much positions are tried to be off, on a small model
 SHIFTS = (1, 2, 3)  # the same on a large one
 MOST_ROWS = 64  # of the position table, that steps are tried to stay at
-TokenRows = Callable[[Site], Tensor]  # the rows of the position table (t,) or (B, t)
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 ONE_BLOCK = "h = nn.ModuleList([Block(config) for _ in range(n_layer)])  # [Block(config)] * n_layer is one block, n times"
 SINES = "positions are sines and cosines, not the checkpoint's learned ones"
 BOTH = "the embeddings, tokens and positions together,"
+# What programs do to their logits (..., V) before they give them, where GPT-2 does nothing.
+LAST_STEPS: tuple[tuple[Cause, Function], ...] = tuple(
+    (Cause.at(id, "logits", words), formula)
+    for id, words, formula in (
+        ("logits-softmaxed", "each token's mean logit is taken off", lambda x: x - x.mean(-1, keepdim=True)),
+        ("logits-softmaxed", "each token's largest logit is taken off", lambda x: x - x.amax(-1, keepdim=True)),
+        ("logits-softmaxed", "the exponential of each logit is given", torch.exp),
+        ("logits-softmaxed", "each logit goes through a sigmoid", torch.sigmoid),
+        ("logits-scaled", "each logit goes through a tanh", torch.tanh),
+        ("logits-scaled", "each logit goes through a ReLU", torch.relu),
+        ("logits-scaled", "each token's logits are divided by their norm", lambda x: x / x.norm(dim=-1, keepdim=True)),
+    )
+)
 
 
 def _ids(c: Site) -> Tensor:

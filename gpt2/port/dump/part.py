@@ -14,7 +14,7 @@ from torch import Tensor
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import layer_of, points
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.last_step import STEPS
+from gpt2.port.alternatives.outside import LAST_STEPS
 from gpt2.port.graph import ORDER, Entrance, Function, Model, Program, State, stage_of
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
@@ -195,9 +195,9 @@ class Part:
         ratio = float((logits * wanted).sum() / logits.square().sum().clamp(min=1e-300))
         words = f"the logits are multiplied by {ratio:.6g}"
         yield HeadCause("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
-        for words, step in STEPS.items():  # one token is soon computed
-            if worst_relative_error(wanted[:, -1:], step.formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
-                yield HeadCause(step.id, LOGITS, words, change=partial(_changed, step.formula))
+        for fault, formula in LAST_STEPS:  # one token is soon computed
+            if worst_relative_error(wanted[:, -1:], formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
+                yield HeadCause(fault.id, fault.places, fault.detail, change=partial(_changed, formula))
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)

@@ -20,7 +20,7 @@ from gpt2.measure.tracing import layer_of, points, trace
 from gpt2.measure.user_code import error_at
 from gpt2.model import GPT2
 from gpt2.port.alternatives import entries
-from gpt2.port.alternatives.last_step import last_steps
+from gpt2.port.alternatives.outside import LAST_STEPS
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.graph import Model
@@ -368,7 +368,7 @@ def _is_unread(cause: Cause, own: Own, state: Mapping[str, Tensor]) -> bool:
 
 def _ends(mine: Tensor, right: Tensor, bound: float) -> list[Cause]:
     """Return what the port's weights do to right logits (B, T, V), if a known step gives ``mine``."""
-    found = ((fault, formula(right)) for fault, formula in last_steps())
+    found = ((fault, formula(right)) for fault, formula in LAST_STEPS)
     ends = ((fault, max_abs(end, right)) for fault, end in found if worst_relative_error(end, mine) <= bound)
     same = worst_relative_error(mine.softmax(-1), right.softmax(-1)) <= bound
     evidence = f"with your weights our model gives that, to {bound:.0e}{'; the softmax of it is right' if same else ''}"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
-from gpt2.port.alternatives.last_step import last_steps
+from gpt2.port.alternatives.outside import LAST_STEPS
 from gpt2.port.fits.linear import Library, Linear
 from gpt2.port.fits.norm import Norm
 from gpt2.port.fits.observed import Fit, Observed
@@ -68,7 +68,7 @@ class Ending:
         if made.shape[:2].numel() > 1:
             shift = (self.logits - made).mean((0, 1), keepdim=True)
             yield Cause.at("extra-bias", "logits", "the head adds a bias; GPT-2's head has none"), lambda made: made + shift
-        yield from last_steps()
+        yield from LAST_STEPS
         for name, formula in (("softmax", torch.softmax), ("log_softmax", torch.log_softmax)):
             fault = Cause.at("logits-softmaxed", "logits", f"the model returns {name} of the logits")
             yield fault, partial(formula, dim=-1)
