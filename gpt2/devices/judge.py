@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -17,6 +18,8 @@ from gpt2.measure.replay import Run
 from gpt2.measure.rounding import WORST_RATIO, Coarser, coarser_arithmetics, noisy_results
 
 FEW = 64  # results with fewer entries may be one unit in the last place off: their error is a matter of luck
+MORE_DRAWS = 16  # runs with random errors, where one speaks against a device
+MORE_ENTRIES = 1 << 24  # unless all results together have more entries: their errors are no matter of luck
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,8 @@ class Judge:
         """Compare what ``run`` gives for the ``inputs``, in the dtype on the device and in float64 on the CPU.
 
         The inputs are float64, of numbers that the dtype has too, or integers. ``where`` is the place of all results, or of each.
-        An error of up to ``ratio`` times what rounding explains holds. Raises InputError: out of memory.
+        An error of up to ``ratio`` times what rounding explains holds: the error of a run with random errors, or the largest of
+        several, since one of few numbers may be a small one by chance. Raises InputError: out of memory.
         """
         named = operator, condition, dtype_label(self.dtype)
         places = [where] if isinstance(where, str) else where
@@ -79,15 +83,25 @@ class Judge:
                 raise InputError(f"{self.device} is out of memory at {operator}; judge it with a smaller model") from None
             return self._keep(Verdict(*named, places[0], looks_like=f"it raises: {said}", missing=missing_kernel(raised)))
 
-        noisy = cache(partial(noisy_results, run, inputs, self.dtype))
-        for index, (result, exact) in enumerate(zip(got, (x.detach() for x in run(*inputs)), strict=True)):
+        right = [x.detach() for x in run(*inputs)]
+
+        @cache
+        def drawn(coarser: Coarser | None, seed: int) -> list[tuple[float, float]]:
+            """Return the errors of each result, of its norm and of its worst entry, in a run with random errors."""
+            noise = (
+                x.to(result.dtype) for x, result in zip(noisy_results(run, inputs, self.dtype, coarser, seed), got, strict=True)
+            )
+            return [(relative_error(x, exact), worst_relative_error(x, exact)) for x, exact in zip(noise, right, strict=True)]
+
+        tries = (1, MORE_DRAWS) if sum(x.numel() for x in right) <= MORE_ENTRIES else (1,)
+        for index, (result, exact) in enumerate(zip(got, right, strict=True)):
             error, worst, own = relative_error(result, exact), worst_relative_error(result, exact), 0.0
             verdict = partial(Verdict, *named, places[index % len(places)], error)
             least = torch.finfo(self.dtype).eps if exact.numel() < FEW else 0.0
-            for coarser in (None, *coarser_arithmetics(self.dtype, self.device.type)):
-                noise = noisy(coarser)[index].to(result.dtype)
-                explained, most = max(least, relative_error(noise, exact)), max(least, worst_relative_error(noise, exact))
-                own = own or explained
+            for coarser, draws in product((None, *coarser_arithmetics(self.dtype, self.device.type)), tries):
+                errors = (drawn(coarser, seed)[index] for seed in range(draws))
+                explained, most = (max(least, *each) for each in zip(*errors, strict=True))
+                own = own if coarser else explained
                 if error <= ratio * explained and worst <= WORST_RATIO * most:
                     self._keep(verdict(explained, *((coarser.name, self._off(coarser, operator)) if coarser else named[2:])))
                     break

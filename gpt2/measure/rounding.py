@@ -119,12 +119,16 @@ def rounding_noise(dtype: torch.dtype, seed: int = 0, coarser: Coarser | None = 
 
 
 def noisy_results(
-    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype, coarser: Coarser | None = None
+    run: Callable[..., Sequence[Tensor]],
+    inputs: Sequence[Tensor],
+    dtype: torch.dtype,
+    coarser: Coarser | None = None,
+    seed: int = 0,
 ) -> list[Tensor]:
     """Return what ``run`` gives for float64 ``inputs`` (and integers), each operation off by a rounding to ``dtype``."""
     if coarser is not None and coarser.flushes:
         inputs = [_flushed(x, dtype) if x.is_floating_point() else x for x in inputs]
-    with rounding_noise(dtype, coarser=coarser):
+    with rounding_noise(dtype, seed, coarser):
         return [result.detach() for result in run(*inputs)]
 
 
@@ -239,10 +243,12 @@ class _Noise(TorchDispatchMode):
     ) -> Any:
         """Round the gradients of a layer norm. Kernels for 16-bit numbers keep the sums over the rows in 16 bits."""
         self._off_by(result[0], ELEMENTARY * self.unit)
-        terms = (upstream * (x - mean) * root).square_(), upstream.square()
-        for gradient, squares in zip(result[1:], terms, strict=True):
+        for gradient, terms in zip(result[1:], (upstream * (x - mean) * root, upstream), strict=True):
             rows = x.numel() // gradient.numel()
-            self._summed(gradient, squares.view(rows, -1).sum(0).view(gradient.shape), rows, self.unit)
+            flat = terms.reshape(rows, -1)
+            in_turn = flat.cumsum(0).square_().sum(0).div_(rows).view(gradient.shape)  # neighbouring rows may have one sign
+            squares = flat.square().sum(0).view(gradient.shape)
+            self._summed(gradient, torch.maximum(squares, 6 * in_turn - 2 * gradient.square()), rows, self.unit)
         return result
 
     def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None, operands: float = 0.0) -> Tensor:
@@ -254,15 +260,15 @@ class _Noise(TorchDispatchMode):
         for part, square in zip(_parts(result), _parts(squares), strict=True):
             variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6 + one + both)
             part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
-            self._underflow(part)
+            self._underflow(part, terms if unit == self.unit else 1)
         return result
 
-    def _underflow(self, part: Tensor) -> None:
+    def _underflow(self, part: Tensor, roundings: float = 1) -> None:
         """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
         if self.coarser.flushes and self.unit == unit(self.dtype):
             part.copy_(_flushed(part, self.dtype))
         elif self.spacing and self.unit > self.sums:
-            part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing / math.sqrt(12))
+            part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing * math.sqrt(roundings / 12))
 
     def _some(self, table: Tensor, like: Tensor) -> Tensor:
         """Return as many numbers of a table as ``like`` has, from a random place: drawing new ones would take too long."""

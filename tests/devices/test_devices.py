@@ -77,6 +77,32 @@ def test_this_cpu_is_right_and_not_asked_for_float64(tiny: str, tmp_path: Path, 
     assert seen == {torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool}
 
 
+def test_a_result_of_few_numbers_is_not_judged_by_luck() -> None:
+    """Of tiny-gpt2 (n_embd 2) a CPU was WRONG: a few random errors were all small ones, so a right result had "too large" ones."""
+    for seed in range(150):
+        found = Judge(torch.device("cpu"), silent)
+        generator = torch.Generator().manual_seed(seed)
+        a, b = (torch.randn(shape, generator=generator).double() for shape in ((2, 46), (46, 2)))
+        found("a batch", 2.0, "mm", "h.0", lambda a, b: [a @ b], [a, b])
+        assert [verdict.arithmetic for verdict in found.worst.values()] == ["float32"], seed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_sums_in_16_bits_are_judged_by_their_partial_sums(dtype: torch.dtype) -> None:
+    """Neighbouring tokens have gradients of one sign: adding them in turn goes far from the sum; and float16 has no small numbers."""
+    x, rows = torch.randn(64, 2, generator=torch.Generator().manual_seed(0)), torch.ones(64, 2)
+    rows[32:], size = -0.95, 1e-6 if dtype == torch.float16 else 1.0
+    upstream = (size * rows * (1 + x.abs() / 8)).to(dtype).double()
+
+    def run(x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_(), *(torch.ones(2, dtype=x.dtype, requires_grad=True) for _ in "wb")]
+        return list(torch.autograd.grad(F.layer_norm(leaves[0], (2,), *leaves[1:]), leaves, upstream))
+
+    found = Judge(torch.device("cpu"), silent, dtype)
+    found("training", 3.0, "layer_norm, backward", "ln_f", run, [x.to(dtype).double(), upstream])
+    assert [verdict.arithmetic for verdict in found.worst.values()] == [verdict.dtype for verdict in found.worst.values()]
+
+
 def test_what_only_the_whole_model_shows_is_named(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators that are right one by one may be wrong one after another; then the first traced point must be named."""
 
