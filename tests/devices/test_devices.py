@@ -78,7 +78,7 @@ def test_this_cpu_is_right_and_not_asked_for_float64(tiny: str, tmp_path: Path, 
 
 
 def test_a_result_of_few_numbers_is_not_judged_by_luck() -> None:
-    """Of tiny-gpt2 (n_embd 2) a CPU was WRONG: a few random errors were all small ones, so a right result had "too large" ones."""
+    """Of tiny-gpt2 (n_embd 2) a CPU was WRONG: few random errors may all be small, and a right result looks wrong beside them."""
     for seed in range(150):
         found = Judge(torch.device("cpu"), silent)
         generator = torch.Generator().manual_seed(seed)
@@ -89,7 +89,7 @@ def test_a_result_of_few_numbers_is_not_judged_by_luck() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_sums_in_16_bits_are_judged_by_their_partial_sums(dtype: torch.dtype) -> None:
-    """Neighbouring tokens have gradients of one sign: adding them in turn goes far from the sum; and float16 has no small numbers."""
+    """Neighbouring rows have one sign, so sums in turn go far from the result; and float16 has no small numbers."""
     x, rows = torch.randn(64, 2, generator=torch.Generator().manual_seed(0)), torch.ones(64, 2)
     rows[32:], size = -0.95, 1e-6 if dtype == torch.float16 else 1.0
     upstream = (size * rows * (1 + x.abs() / 8)).to(dtype).double()
