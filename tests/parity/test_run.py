@@ -268,6 +268,41 @@ def test_positions_behind_the_traced_rows_are_judged(tmp_path: Path, control: Ca
     assert failing(verify(str(checkpoint), build=broken(control), quick=True, keep_going=True)) == must_fail
 
 
+def other_row(row: int, model: GPT2) -> None:
+    original = model.wpe.forward
+    model.wpe.forward = lambda positions: original(torch.where(positions == row, 0, positions))
+
+
+def mask_of_long_rows(model: GPT2) -> None:
+    """Behind 512 tokens, in float32 alone, one query does not see one key."""
+
+    def attend(q, k, v, mask, scale, dropout):
+        if q.size(-2) > 512 and q.dtype == torch.float32:
+            mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+            mask[600, 100] = False
+        return eager_attention(q, k, v, mask, scale, dropout)
+
+    model.use_attention(attend)
+
+
+@pytest.mark.parametrize(
+    ("control", "check", "place"),
+    [
+        (partial(other_row, 600), "logits", "logits (window 0, 512 to 639)"),
+        (mask_of_long_rows, "rounding", "ln_f (window 0, 512 to 639)"),
+    ],
+)
+@pytest.mark.usefixtures("few_draws")
+def test_a_late_position_is_judged_by_itself(tmp_path: Path, control: Callable, check: str, place: str, monkeypatch) -> None:
+    """What rounding explains is known of the first positions: a fault that begins far behind must not hide in it."""
+    monkeypatch.setattr(run, "gradients", lambda subject: None)
+    monkeypatch.setattr(run, "rounded_gradients", lambda subject: None)
+    long = str(write_checkpoint(tmp_path / "model", n_positions=640, n_layer=1))
+    report = verify(long, build=broken(control))
+    assert report.first_divergence.name == place
+    assert [point.name for point in report.check(check).points if not point.ok] == [place]
+
+
 def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, report: gpt2.Report, monkeypatch) -> None:
     """A parameter that the first sequences do not decide must not be left out, nor one that they decide appear twice."""
     monkeypatch.setattr(training, "TRAINING_RATIO", 0.0)  # the first sequences decide nothing
