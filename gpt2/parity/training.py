@@ -63,7 +63,10 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
         with streamed(lambda *block: emit(Step(*block))) as context:
             hidden = hidden_of(model, sequences[:, :-1])
             leaf = hidden.detach().requires_grad_()
-            loss = token_losses(head_of(model, leaf), sequences[:, 1:])
+            logits = head_of(model, leaf)
+            logits.register_hook(_give_back)  # what the loss leaves, before the gradient of the embedding, which does not fit there
+            loss = token_losses(logits, sequences[:, 1:])
+            del logits
             loss.mean(-1).sum().backward()
             losses = loss.detach()
             del loss  # and with it the logits
@@ -77,6 +80,10 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
             emit(Step(None, 0, outside, context.outside))
 
     return walk
+
+
+def _give_back(_: Tensor) -> None:
+    give_back_freed_memory()
 
 
 @dataclass
