@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.checkpoint.checkpoint import model_with
-from gpt2.measure.elementary import STEPS, Steps, attention_in_steps
+from gpt2.measure.elementary import CACHED, STEPS, Steps, attention_in_steps
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.tracing import Recorded, trace
 from gpt2.model import GPT2
@@ -55,7 +55,7 @@ SAME_ERRORS = 1 / 4  # two errors are the same one if their difference is at mos
 
 ELEMENTARY = 0.425  # root mean square of one rounding's relative error, in units of u
 FUNCTION = 1.2
-TOGETHER = 1 << 24  # entries of a product whose squares exist at a time
+TINY = torch.finfo(torch.float64).tiny
 NORMALS = 131_071  # random numbers: few, which stay in a cache, and a prime, so that no tensor's rows have this length
 
 # By the names of PyTorch's operators, in place or not.
@@ -214,13 +214,18 @@ class _Noise(TorchDispatchMode):
         if name in LOSSES:
             return self._off_by(result, FUNCTION * self.sums)
         if name in PRODUCTS:
-            a, b = args[-2:]
-            multiply = {"addmm": torch.mm, "baddbmm": torch.bmm}.get(name, func)
-            own, rows = self.coarser, max(1, TOGETHER * a.size(-2) // max(1, result.numel())) if result.ndim == 2 else None
+            (a, b), own = args[-2:], self.coarser
             terms, partial = (min(a.size(-1), own.sums), unit(self.dtype)) if own.sums else (a.size(-1), None)
-            for part, of in zip(result.split(rows), a.split(rows), strict=True) if rows else ((result, a),):
-                self._summed(part, _squares(multiply, of, b), terms, partial, own.operands)
-            return result
+            if result.ndim == 2:
+                sizes, of_column = _squares(a, b)
+                wide = min(NORMALS, max(1, b.size(1)))
+                for left in range(0, b.size(1), wide):
+                    columns = slice(left, left + wide)
+                    for part, size in zip(result[:, columns].split(NORMALS // wide), sizes.split(NORMALS // wide), strict=True):
+                        self._add_error(part, size[:, None] * of_column[columns], terms, partial, own.operands)
+                return result
+            multiply = {"baddbmm": torch.bmm}.get(name, func)
+            return self._summed(result, multiply(a.float().square_(), b.float().square_()), terms, partial, own.operands)
         if name == "native_layer_norm_backward":
             return self._norm_gradients(result, *args)
         if name in SUMS:
@@ -251,17 +256,21 @@ class _Noise(TorchDispatchMode):
             self._summed(gradient, torch.maximum(squares, 6 * in_turn - 2 * gradient.square()), rows, self.unit)
         return result
 
-    def _summed(self, result: Tensor, squares: Tensor, terms: float, unit: float | None = None, operands: float = 0.0) -> Tensor:
+    def _summed(self, result: Tensor, squares: Tensor, *size: Any) -> Tensor:
+        """Give sums the errors of :meth:`_add_error`, in parts."""
+        for part, square in zip(_parts(result), _parts(squares), strict=True):
+            self._add_error(part, square, *size)
+        return result
+
+    def _add_error(self, part: Tensor, squares: Tensor, terms: float, unit: float | None = None, operands: float = 0.0) -> None:
         """Give sums of ``terms`` products, whose squares sum to ``squares``, the error of adding them and of rounding the sum."""
         one = (ELEMENTARY * (unit or self.sums)) ** 2
         each = terms * one
         whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
         both = 2 * (ELEMENTARY * operands) ** 2  # a product has two operands
-        for part, square in zip(_parts(result), _parts(squares), strict=True):
-            variance = part.square().mul_(each / 3 + whole).add_(square, alpha=each / 6 + one + both)
-            part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
-            self._underflow(part, terms if unit == self.unit else 1)
-        return result
+        variance = part.square().mul_(each / 3 + whole).add_(squares, alpha=each / 6 + one + both)
+        part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
+        self._underflow(part, terms if unit == self.unit else 1)
 
     def _underflow(self, part: Tensor, roundings: float = 1) -> None:
         """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
@@ -273,7 +282,7 @@ class _Noise(TorchDispatchMode):
     def _some(self, table: Tensor, like: Tensor) -> Tensor:
         """Return as many numbers of a table as ``like`` has, from a random place: drawing new ones would take too long."""
         start = int(torch.randint(NORMALS, (), generator=self.generator))
-        return table[start : start + like.numel()]
+        return table[start : start + like.numel()].view_as(like)
 
 
 @lru_cache(maxsize=16)
@@ -289,16 +298,17 @@ def _factors(seed: int, size: float) -> Tensor:
     return 1 + size * _normals(seed)[0]
 
 
-def _squares(multiply: Callable[[Tensor, Tensor], Tensor], a: Tensor, b: Tensor) -> Tensor:
-    """Return the sum of each product's squared terms, in float32; those of a large ``b`` exist in parts only."""
-    a = a.float().square_()
-    if b.ndim < 2 or b.numel() <= TOGETHER:
-        return multiply(a, b.float().square_())
-    columns = max(1, TOGETHER // (2 * b.size(-2)))
-    result = a.new_empty(*a.shape[:-1], b.size(-1))
-    for start in range(0, b.size(-1), columns):
-        result[..., start : start + columns] = multiply(a, b[..., start : start + columns].float().square_())
-    return result
+def _squares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the sums of the squared terms of a product (M, K) x (K, N) as two factors: of each row (M,) and each column (N,).
+
+    Their products are the exact sums where all rows of ``a`` are in proportion; for others, the sum of each column is exact. A
+    second product, of all the squares, would take half the time of the first.
+    """
+    of_term = torch.cat([part.square().sum(0, keepdim=True) for part in a.split(max(1, CACHED // max(1, a.size(1))))]).sum(0)
+    of_row = torch.linalg.vector_norm(a, dim=1).square_()
+    wide = max(1, CACHED // max(1, b.size(0)))
+    of_column = torch.cat([of_term @ part.square() for part in b.split(wide, 1)]) / of_term.sum().clamp_min_(TINY)
+    return of_row, of_column
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
