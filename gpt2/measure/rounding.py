@@ -12,8 +12,10 @@ relative error of one rounding. The errors' root mean squares:
   last sum is the products' own rounding, on a processor (or in a kernel) without fused multiply-add.
   K is all of them: kernels add 50,257 in turn where the other side is narrow (n_embd 2 to 8). This costs no sharpness where it
   matters: a forward pass sums over n_embd or n_inner, and only the gradient that the head hands down over the vocabulary.
+  Of a matrix product, sum(t^2) is taken in two factors, which are exact for each column's sum over the rows.
   Sums of 16-bit numbers are kept in float32 and rounded once, but for the gradients of a norm's weight and bias, which
-  PyTorch's CPU kernel adds up in 16 bits;
+  PyTorch's CPU kernel adds up in 16 bits, row by row. Neighbouring rows have one sign, so the bracket is that of the partial
+  sums in this order, where it is larger;
 - below 2^-14, float16 has numbers 2^-24 apart: 2^-24 / sqrt(12).
 
 A device may compute less precisely than the dtype allows (:class:`Coarser`): round a product's operands first (TF32), keep its

@@ -7,7 +7,7 @@ has each with its source, protocol and tolerance. They are computed in float32, 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cache
@@ -33,7 +33,7 @@ class Kind(Enum):
 
     @property
     def exact(self) -> bool:
-        """Whether this is a greedy continuation, which must be reproduced as a whole and counts as one number."""
+        """Whether this is a greedy continuation, which is reproduced as a whole or not, and counts as one number."""
         return self in (Kind.GREEDY_IDS, Kind.GREEDY_TEXT)
 
 
@@ -94,11 +94,6 @@ class Outcome:
         """Whether every number was reproduced, or none was computed."""
         return bool(self.not_computed) or self.reproduced == self.record.numbers
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the record, our numbers and the judgement as JSON values."""
-        record = {**vars(self.record), "kind": self.record.kind.value, "numbers": self.record.numbers}
-        return {**record, "ours": self.ours, "reproduced": self.reproduced, "ok": self.ok, "not_computed": self.not_computed}
-
 
 @dataclass(frozen=True)
 class RecordReport(Printed):
@@ -116,15 +111,19 @@ class RecordReport(Printed):
     def to_dict(self) -> dict[str, Any]:
         numbers = sum(outcome.record.numbers for outcome in self.outcomes if not outcome.not_computed)
         counts = {"ok": self.ok, "numbers": numbers, "reproduced": sum(outcome.reproduced for outcome in self.outcomes)}
-        return {"model": self.model, **counts, "records": [outcome.to_dict() for outcome in self.outcomes]}
+        records = [
+            {**vars(one.record), "kind": one.record.kind.value, "numbers": one.record.numbers}
+            | {"ours": one.ours, "reproduced": one.reproduced, "ok": one.ok, "not_computed": one.not_computed}
+            for one in self.outcomes
+        ]
+        return {"model": self.model, **counts, "records": records}
 
     def line(self) -> str:
         """``"31 of 31 numbers recorded by 7 other projects"``, and what was not computed, with the reasons."""
         counts, missing = self.to_dict(), [outcome for outcome in self.outcomes if outcome.not_computed]
-        projects = len({outcome.record.source.project for outcome in self.outcomes if not outcome.not_computed})
-        line = (
-            f"{counts['reproduced']} of {counts['numbers']} numbers recorded by {projects} other project{'s' * (projects != 1)}"
-        )
+        projects = len({outcome.record.source for outcome in self.outcomes if not outcome.not_computed})
+        by = f"{projects} other project{'s' * (projects != 1)}"
+        line = f"{counts['reproduced']} of {counts['numbers']} numbers recorded by {by}"
         if missing:
             line += f"; {sum(outcome.record.numbers for outcome in missing)} not computed: {missing[0].not_computed}"
         wrong = next((outcome.record for outcome in self.outcomes if not outcome.ok), None)
@@ -149,12 +148,8 @@ class RecordReport(Printed):
 def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
     data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
-    return tuple(_record(row, Source(**data["sources"][row["source"]])) for row in data["records"])
-
-
-def _record(row: Mapping[str, Any], source: Source) -> Record:
-    fields: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()}
-    return Record(**fields | {"kind": Kind(row["kind"]), "source": source})
+    rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"])
+    return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Source(**data["sources"][r["source"]])}) for r in rows)
 
 
 def compute(
