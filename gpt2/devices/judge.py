@@ -19,7 +19,7 @@ from gpt2.measure.rounding import WORST_RATIO, Coarser, coarser_arithmetics, noi
 
 FEW = 64  # results with fewer entries may be one unit in the last place off: their error is a matter of luck
 MORE_DRAWS = 16  # runs with random errors, where one speaks against a device
-MORE_ENTRIES = 1 << 24  # unless all results together have more entries: their errors are no matter of luck
+MANY, LUCK = 1024, 16  # a result with more entries, or with an error so many times the bound, is no matter of luck
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,13 @@ class Judge:
             )
             return [(relative_error(x, exact), worst_relative_error(x, exact)) for x, exact in zip(noise, right, strict=True)]
 
-        tries = (1, MORE_DRAWS) if sum(x.numel() for x in right) <= MORE_ENTRIES else (1,)
         for index, (result, exact) in enumerate(zip(got, right, strict=True)):
-            error, worst, own = relative_error(result, exact), worst_relative_error(result, exact), 0.0
+            error, worst, own, explained = relative_error(result, exact), worst_relative_error(result, exact), 0.0, 0.0
             verdict = partial(Verdict, *named, places[index % len(places)], error)
             least = torch.finfo(self.dtype).eps if exact.numel() < FEW else 0.0
-            for coarser, draws in product((None, *coarser_arithmetics(self.dtype, self.device.type)), tries):
+            for coarser, draws in product((None, *coarser_arithmetics(self.dtype, self.device.type)), (1, MORE_DRAWS)):
+                if draws > 1 and (exact.numel() > MANY or error > LUCK * ratio * explained):
+                    continue
                 errors = (drawn(coarser, seed)[index] for seed in range(draws))
                 explained, most = (max(least, *each) for each in zip(*errors, strict=True))
                 own = own if coarser else explained
