@@ -19,7 +19,8 @@ from gpt2.measure.rounding import WORST_RATIO, Coarser, coarser_arithmetics, noi
 
 FEW = 64  # results with fewer entries may be one unit in the last place off: their error is a matter of luck
 MORE_DRAWS = 16  # runs with random errors, where one speaks against a device
-MANY, LUCK = 1024, 16  # a result with more entries, or with an error so many times the bound, is no matter of luck
+LUCK = 16  # an error so many times the bound is no matter of luck
+MANY = 1 << 24  # entries of all results together, beyond which few numbers do not decide, and many runs take minutes
 
 
 @dataclass(frozen=True)
@@ -98,7 +99,7 @@ class Judge:
             verdict = partial(Verdict, *named, places[index % len(places)], error)
             least = torch.finfo(self.dtype).eps if exact.numel() < FEW else 0.0
             for coarser, draws in product((None, *coarser_arithmetics(self.dtype, self.device.type)), (1, MORE_DRAWS)):
-                if draws > 1 and (exact.numel() > MANY or error > LUCK * ratio * explained):
+                if draws > 1 and (sum(map(Tensor.numel, right)) > MANY or error > LUCK * ratio * explained):
                     continue
                 errors = (drawn(coarser, seed)[index] for seed in range(draws))
                 explained, most = (max(least, *each) for each in zip(*errors, strict=True))
