@@ -256,7 +256,7 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     ("config", "says"),
     [
         (None, "no config.json there"),
-        ("{", "config.json: is not JSON"),
+        ("{", "config.json is not JSON"),
         ('{"n_layer": 2}', "config.json: lacks vocab_size"),
         ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
         ({"n_layer": 10**9}, "config.json: n_layer is 1000000000"),
