@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -48,16 +47,10 @@ FILLED = ("", *list(MASKS)[1:2])  # masks whose hidden scores are tried with oth
 FEW = (-1e4, -1e5, -1e9)  # which hide nothing where scores are as low
 FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e9)
 # What shows only where a text is read in several calls.
-IN_CALLS: dict[str, tuple[str, Mask]] = {
-    "the mask begins anew in each call": ("cache-inconsistent", lambda t, j, a, e: j <= t - a),
-    "a token sees those of its own call alone": ("cache-inconsistent", lambda t, j, a, e: (j <= t) & (j >= a)),
-    "a token sees those of its own call alone, later ones too": ("cache-inconsistent", lambda t, j, a, e: (j >= a) & (t >= 0)),
-    "in later calls, a token sees itself alone": ("cache-inconsistent", lambda t, j, a, e: (j <= t) & ((a == 0) | (j == t))),
-    "in later calls, a token sees the first of all alone, as with a mask that begins anew in each step": (
-        "cache-inconsistent",
-        lambda t, j, a, e: (j <= t) & ((a == 0) | (j == 0)),
-    ),
-    "a token does not see the last one before its call": ("cache-inconsistent", lambda t, j, a, e: (j <= t) & (j != a - 1)),
+IN_CALLS: dict[str, Mask] = {
+    "the mask begins anew in each call": lambda t, j, a, e: j <= t - a,
+    "a token sees those of its own call alone": lambda t, j, a, e: (j <= t) & (j >= a),
+    "a token sees those of its own call alone, later ones too": lambda t, j, a, e: (j >= a) & (t >= 0),
 }
 AXES = {-2: "over the queries", 1: "over the heads", 0: "over the batch"}
 
@@ -138,13 +131,10 @@ def masks(model: Model) -> Iterator[Alternative]:
 
 @family
 def masks_in_calls(model: Model) -> Iterator[Alternative]:
-    """Yield masks that go wrong in later calls, with every number in the place of hidden scores."""
-    for words, (id, mask) in IN_CALLS.items():
-        one = _weighed(id, words, Weighing(partial(_masked, mask, -math.inf)), steps=True)
-        yield replace(one, at_once=ahead(mask))
-    words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
-    late = Weighing(partial(_emptied, lambda t, a: (t >= 0) & (a > 0)))
-    yield _weighed("cache-inconsistent", f"in later calls, {words}", late, steps=True)
+    """Yield masks that go wrong in later calls."""
+    for words, mask in IN_CALLS.items():
+        formula = Weighing(partial(_masked, mask, -math.inf))
+        yield _weighed("cache-inconsistent", words, formula, steps=True, at_once=ahead(mask))
 
 
 @family
@@ -198,12 +188,12 @@ def windows(model: Model) -> Iterator[Alternative]:
         formula = Weighing(partial(_masked, mask, -math.inf))
         yield _weighed("mask-strict", words, formula, sees="", fix=fix, rare=True, shared=True)
     words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
-    yield _weighed("cache-inconsistent", words, Weighing(partial(_emptied, lambda t, a: t >= 0)), sees="", rare=True, shared=True)
+    yield _weighed("cache-inconsistent", words, Weighing(_one_more), sees="", rare=True, shared=True)
 
 
-def _emptied(count: Callable[[Tensor, Tensor], Tensor], scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
-    """Return the weights if as many keys and values of zero are seen as ``count`` gives for each query (T, 1)."""
+def _one_more(scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+    """Return the weights if one key and value of zeros is seen as well."""
     scores = scores.masked_fill(torch.arange(scores.shape[-1]) > t, -math.inf)
     level = scores.amax(-1, keepdim=True).clamp(min=0)
     some = (scores - level).exp()
-    return some / (some.sum(-1, keepdim=True) + count(t, a).to(scores) * (-level).exp())
+    return some / (some.sum(-1, keepdim=True) + (-level).exp())

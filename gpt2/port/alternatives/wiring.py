@@ -130,25 +130,14 @@ def post_norms(model: Model) -> Iterator[Alternative]:
 
 
 @family
-def entered(model: Model) -> Iterator[Alternative]:
-    """Yield blocks that take the embeddings in the place of the stream, or add the positions once more."""
-
-    def takes(id: str, words: str, where: str, change: Callable[[Site, Tensor], Tensor]) -> Alternative:
-        edits: dict[str, Formula] = {
-            node: (lambda c, s, node=node: c.right(node, {**s, "x": change(c, s["x"])})) for node in ("ln_1", "mid")
-        }
-        return Alternative(id, words, edits, where, silent=lambda layer: layer == 0)
-
-    words = "the block takes the embeddings, not the result of the block before: what the blocks before give has no effect"
-    yield takes("layer-missing", words, "", lambda c, x: c.embedded(x))
-    words = "the positions are added to the stream once more before the block"
-    yield takes("position-offset", words, "wpe", lambda c, x: x + c.model.state["wpe.weight"][c.begin : c.end])
-
-
-@family
 def whole_blocks(model: Model) -> Iterator[Alternative]:
     """Yield blocks that do not run, run twice, or run their branches side by side."""
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
+    words = "the block takes the embeddings, not the result of the block before: what the blocks before give has no effect"
+    begins: dict[str, Formula] = {
+        node: (lambda c, s, node=node: c.right(node, {**s, "x": c.embedded(s["x"])})) for node in ("ln_1", "mid")
+    }
+    yield Alternative("layer-missing", words, begins, "", silent=lambda layer: layer == 0)
     yield Alternative("layer-repeated", "it runs twice, on its own result", {"": _again})
     words = "the feed-forward takes the stream before attention"
     yield Alternative("parallel-block", words, {"ln_2": Rerouted("ln_2", "mid", "x")}, "")

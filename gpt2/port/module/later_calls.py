@@ -25,7 +25,7 @@ UNMASKED, *_ = MASKS
 LATER: dict[str, Mask] = {
     "": CAUSAL,
     "the mask is missing: a new token sees those behind it": MASKS[UNMASKED][1],
-    **{f"the mask: {words}": mask for words, (_, mask) in IN_CALLS.items()},
+    **{f"the mask: {words}": mask for words, mask in IN_CALLS.items()},
 }
 
 
