@@ -49,7 +49,7 @@ class Rule:
     number of the step, for their correction, does not.
     """
 
-    kind: Literal["adam", "sgd", "lion"] = "adam"
+    kind: Literal["adam", "sgd"] = "adam"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
@@ -59,7 +59,6 @@ class Rule:
     coupled: float = 0.0
     lost: bool = False
     counted: bool = False
-    nesterov: bool = False
 
 
 @dataclass(frozen=True)
@@ -97,10 +96,7 @@ def directions(rule: Rule, track: Track) -> Array:
         step += 1
         if rule.kind == "sgd":
             m = b1 * m + g
-            out[t] = g + b1 * m if rule.nesterov else m
-        elif rule.kind == "lion":
-            out[t] = np.sign(b1 * m + (1 - b1) * g)
-            m = b2 * m + (1 - b2) * g
+            out[t] = m
         else:
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             most = np.maximum(most, v) if rule.amsgrad else v
@@ -176,7 +172,7 @@ def rule_table(settings: StepSettings) -> Iterator[Rule]:
     coupled = [replace(adam, coupled=decay) for decay in decays]
     yield from (adam, lost, Rule("sgd", 0.0), replace(lost, counted=True), momentum, *coupled[:2])
     yield from (replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES))
-    yield from (largest, replace(momentum, nesterov=True), Rule("lion", 0.9, 0.99), replace(adam, beta1=0.0, correction="none"))
+    yield from (largest, replace(adam, beta1=0.0, correction="none"))
     yield from (replace(largest, place="inside"), replace(largest, correction="none"))
     for one in coupled:
         yield from (one, replace(one, correction="none"), replace(one, correction="late"), replace(one, place="inside"))

@@ -207,9 +207,7 @@ class UpdateJudge:
             return
         rule, at = moves.rule, f"at a rate of {_listed(moves.rates)}"
         if rule.kind != "adam":
-            momentum = f" with a momentum of {rule.beta1:.4g}" if rule.beta1 else ""
-            sgd = rule.kind == "sgd"
-            self._add("optimizer-sgd" if sgd else "optimizer-other", f"{'SGD' if sgd else 'Lion'}{momentum}, {at}")
+            self._add("optimizer-sgd", f"SGD{f' with a momentum of {rule.beta1:.4g}' if rule.beta1 else ''}, {at}")
         elif rule.beta1 < 1e-6 and rule.correction == "none":
             self._add("optimizer-other", f"RMSprop, {at}: no first moment, no correction")
         else:
