@@ -272,3 +272,26 @@ def test_a_block_that_runs_more_than_once_is_said_where_no_cause_says_it(model: 
     right.transformer["h"] = nn.ModuleList([right.transformer["h"][0]] * CONFIG.n_layer)
     assert [note.endswith("a block runs more than once (transformer.h.0)") for note in seen(right, ids, [])] == [True]
     assert list(seen(right, ids, ["layer-repeated"])) == []
+
+
+def test_a_module_that_gives_the_last_position_alone_is_told_so(model: gpt2.GPT2) -> None:
+    """Nothing said that all other positions were not compared. Control: a module that gives all of them."""
+    for name, is_last in (("last_only", True), ("nano", False)):
+        module = PORTS[name].build(CONFIG).float()
+        PORTS[name].fill(module, model.state_dict())
+        assert ["the last position alone" in note for note in diagnose(module, model).notes] == [True] * is_last
+
+
+def test_what_is_said_of_a_fresh_parameter_is_said_of_it_alone(model: gpt2.GPT2) -> None:
+    """Bug: "not the checkpoint's values in 16 places: they are all 1", where one was all 1, and the others were drawn."""
+    module = PORTS["nano"].build(CONFIG).float()
+    PORTS["nano"].fill(module, model.state_dict())
+    block, draw = module.transformer["h"][0], torch.manual_seed(0)
+    with torch.no_grad():
+        block.ln_1.weight.fill_(1.0)
+        for layer in (block.attn.c_attn, block.attn.c_proj, block.mlp.c_fc, block.mlp.c_proj):
+            layer.weight.normal_(0.0, 0.02, generator=draw)
+            layer.bias.normal_(0.0, 0.02, generator=draw)
+    (cause,) = (cause for cause in diagnose(module, model).causes if cause.id == "not-loaded")
+    assert "places (" in cause.detail
+    assert "; of h.0." in cause.detail

@@ -114,6 +114,8 @@ class Examination:
         if own.extra:  # perhaps a bias of the head
             same.bias = (first_logits[..., : self.config.vocab_size] - same(ids)[:, -first_logits.shape[1] :]).mean((0, 1))
         padding, notes = padding_causes(first_logits, self.config)
+        if first_logits.shape[1] < ids.shape[1]:
+            notes.append("your module returns the logits of the last position alone, and these were compared")
         behaviour = Behaviour(self.module, same, self.runs)
         self.progress("trying your module alone, repeated, cached and padded")
         behaviour.test(ids.to(self.runs.device))

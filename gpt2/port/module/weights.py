@@ -109,7 +109,9 @@ class WeightComparison:
         some = ", ".join(cause.where for cause in fresh[:3])
         what = f"not the checkpoint's values in {len(fresh)} places ({some}, ...)"
         what = "none of the checkpoint's values" if self.blank else what
-        words = f"your module holds {what}; {self._likeness.get(fresh[0].places, '')}"
+        looks = {self._likeness.get(cause.places, "") for cause in fresh}
+        first = "" if len(looks) == 1 else f"of {fresh[0].where}: "  # what is said of one is not true of all
+        words = f"your module holds {what}; {first}{self._likeness.get(fresh[0].places, '')}"
         self._add("not-loaded", words, fresh[0].evidence, *places, confidence=0.9)
 
     # Missing or different without effect
