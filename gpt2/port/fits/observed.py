@@ -83,21 +83,19 @@ class Observed:
 
 
 def where(rows: Tensor) -> str:
-    """Return in words at which tokens a fault is seen: nothing, if at all of them."""
+    """Return in words at which tokens (B, T) a fault is seen: nothing, if at all of them, or at tokens without an order."""
     tokens = rows.any(0).nonzero().flatten().tolist()
-    if len(tokens) < 2 or bool(rows.all()) or not torch.equal(rows, rows.any(0).expand_as(rows)):
-        batch = rows.any(1).nonzero().flatten().tolist()
-        if bool(rows.any()) and len(batch) < len(rows) and bool(rows[batch].all()):
-            return f"in row {batch[0]} of the batch alone: " if len(batch) == 1 else "in some rows of the batch: "
-        if len(tokens) != 1 or rows.shape[1] == 1:
-            return ""
-    if tokens[0] >= 2 and tokens == list(range(tokens[0], rows.shape[1])):
+    if not tokens or bool(rows.all()) or not torch.equal(rows, rows.any(0).expand_as(rows)):
+        return ""
+    if len(tokens) != tokens[-1] - tokens[0] + 1:
+        return ""
+    if tokens[-1] + 1 == rows.shape[1]:
         return f"from token {tokens[0]} on, as in steps after a prompt: "
-    if tokens[0] == 0 and len(tokens) > 1 and tokens[-1] + 1 == len(tokens) < rows.shape[1]:
-        return f"up to token {tokens[-1]}, as in a prompt before steps: "
-    if len(tokens) > 1 and tokens[-1] - tokens[0] + 1 == len(tokens) and tokens[-1] + 1 < rows.shape[1]:
-        return f"at tokens {tokens[0]} to {tokens[-1]}: "
-    return f"at token {tokens[0]}: " if len(tokens) == 1 else ""
+    return (
+        f"up to token {tokens[-1]}, as in a prompt before steps: "
+        if not tokens[0]
+        else f"at tokens {tokens[0]} to {tokens[-1]}: "
+    )
 
 
 def distinct(tokens: Tensor) -> int:
