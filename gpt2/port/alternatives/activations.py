@@ -114,7 +114,10 @@ def activations(model: Model) -> Iterator[Alternative]:
         "mlp.act": lambda c, s: s["mlp.c_fc"],
         "mlp.c_proj": lambda c, s: c.right("mlp.act", {"mlp.c_fc": c.right("mlp.c_proj", s)}),
     }
-    yield Alternative("gelu-variant", "the activation stands behind the second linear layer, not before it", behind, "mlp.act")
+    words, fix = "the activation stands behind the second linear layer, not before it", "x = c_proj(gelu(c_fc(x)))"
+    yield Alternative("gelu-variant", words, behind, "mlp.act", fix=fix)
     for node, what in PLACES.items():
         words = f"{what} through an activation, ReLU; GPT-2 has none there"
-        yield Alternative("gelu-variant", words, changed(torch.relu, node))
+        yield Alternative(
+            "gelu-variant", words, changed(torch.relu, node), fix="no activation but behind c_fc: c_proj(gelu(c_fc(x)))"
+        )

@@ -66,12 +66,15 @@ def values(model: Model) -> Iterator[Alternative]:
             yield Alternative(ID, f"{words} rounded to {dtype}", edits, where, rare=True, shared=node == "attn.weights")
         yield Alternative(ID, f"the last norm is rounded to {dtype}", outside=changed(narrow, "ln_f"), rare=True)
         words = f"the activation takes and gives {dtype}, as a table of its values does"
-        yield Alternative(ID, words, changed(narrow, "mlp.c_fc", "mlp.act"), "mlp.act")
+        yield Alternative(
+            ID, words, changed(narrow, "mlp.c_fc", "mlp.act"), "mlp.act", fix="compute it, without a table of 16 bits"
+        )
         words = f"the results of norms, projections and activations are rounded to {dtype}"
         yield Alternative(ID, words, changed(narrow, *RESULTS), "", rare=True, shared=True)
     for (dtype, narrow), (letters, what) in itertools.product(CACHED.items(), LETTERS.items()):
         edits = changed(narrow, *(f"attn.{letter}h" for letter in letters))
-        yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", rare=True, shared=True)
+        fix = "keep the cache in float32, as k and v are"
+        yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", fix=fix, rare=True, shared=True)
 
 
 @family

@@ -16,6 +16,7 @@ from gpt2.port.alternatives.alternative import Alternative, Schedule, family
 from gpt2.port.alternatives.masks import lengths
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Site, embedding, run
 
+AFTER = "x = wte(ids) + wpe(torch.arange(past, past + T))  # past: how many tokens are in the cache"
 PARTS = {"kv": "keys and values", "k": "keys", "v": "values"}
 CHUNKS = (8, 4, 16, 2, 5, 3, 6, 7)
 MOST_BEFORE = 4  # tokens that are put before those given
@@ -144,7 +145,7 @@ def positions_in_calls(model: Model) -> Iterator[Alternative]:
         embed: Formula = lambda c, s, which=which: embedding(c, which(c))  # noqa: E731
         shows = "later" not in words and "anew" not in words
         yield Alternative(
-            "position-offset", f"positions {words}", where="wpe", outside={"embed": embed}, steps=True, at_once=shows
+            "position-offset", f"positions {words}", where="wpe", outside={"embed": embed}, fix=AFTER, steps=True, at_once=shows
         )
 
 

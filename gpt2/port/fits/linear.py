@@ -72,8 +72,8 @@ class Linear:
         for family in (self._scaled, self._bias, self._columns, self._unknown):
             yield from family(seen, x, rows)
 
-    def fault(self, id: str, words: str, leaf: str = "") -> Cause:
-        return Cause.at(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words)
+    def fault(self, id: str, words: str, leaf: str = "", mend: str | None = None) -> Cause:
+        return Cause.at(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, mend=mend)
 
     def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Multiples of the product, the bias and the input."""
@@ -116,7 +116,8 @@ class Linear:
         for name, one in self.library.vectors.items():
             if one.shape == added.shape and float((added - one).abs().max()) <= loose:
                 words, value = f"the bias is the checkpoint's {name}", one
-        yield from seen.fits(product + value, rows, self.fault(id, words, "bias"))
+        mend = "y = x @ w + b  # all entries of b" if bool(lost.any()) and id == "missing-bias" else None
+        yield from seen.fits(product + value, rows, self.fault(id, words, "bias", mend))
 
     def _columns(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
         """Columns that are others of the checkpoint: in another order, of another tensor, rows for columns."""
