@@ -35,14 +35,14 @@ RESULTS = ("ln_1", "attn.scores", "attn.heads", "attn.c_proj", "ln_2", "mlp.c_fc
 GROUPS: tuple[tuple[str, ...], ...] = (*((one,) for one in MATRICES), MATRICES, MATRICES[1:], MATRICES[:2], MATRICES[2:])
 
 
-def mantissa(bits: int, x: Tensor) -> Tensor:
-    """Return ``x`` rounded to so many bits behind the first one."""
+def mantissa(bits: int, x: Tensor, cut: bool = False) -> Tensor:
+    """Return ``x`` with so many bits behind the first one, rounded to nearest or cut off."""
     flat = x.reshape(-1)
     out = torch.empty_like(flat)
     for some, own in zip(flat.split(PIECE), out.split(PIECE), strict=True):  # at once, a table would take five times its memory
         part, exponent = some.frexp()
         part *= 2.0 ** (bits + 1)
-        torch.ldexp(part.round_(), exponent.sub_(bits + 1), out=own)
+        torch.ldexp(part.trunc_() if cut else part.round_(), exponent.sub_(bits + 1), out=own)
     return out.view(x.shape)
 
 
@@ -102,6 +102,7 @@ def _product(node: str, narrow: Function) -> Formula:
 def parameters(model: Model) -> Iterator[Alternative]:
     """Yield parameters in fewer bits: all of them, or some matrices."""
     narrowing: dict[str, Function] = {name: lambda x, dtype=dtype: x.to(dtype).to(x) for name, dtype in NARROW.items()}
+    narrowing["bfloat16, the other digits cut off"] = partial(mantissa, 7, cut=True)  # the upper half of a float32
     for dtype, narrow in {**narrowing, **INTEGERS}.items():
         quantising, words = dtype in INTEGERS, f"the weights are the checkpoint's rounded to {dtype}"
         edits = dict(_rounded(narrow, MATRICES, not quantising))
