@@ -205,6 +205,9 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, quick: bool
                 best, error = rule, own
             if error <= EXACT:
                 break
+    for rule in constants(best, settings) if error > FITS and not quick else ():  # an eps beside other betas
+        if (own := error_of(rule, tracks)) < error / BETTER:
+            best, error = rule, own
     if best.kind == "adam" and max(best.beta1, best.beta2) < 1e-3:  # moments that hold one step: they are lost
         lost = Rule(eps=best.eps, place=best.place, coupled=best.coupled, lost=True)
         best = lost if error_of(lost, tracks) <= max(EXACT, 2 * error) else best
