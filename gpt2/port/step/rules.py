@@ -205,9 +205,10 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, quick: bool
                 best, error = rule, own
             if error <= EXACT:
                 break
-    for rule in constants(best, settings) if error > FITS and not quick else ():  # an eps beside other betas
-        if (own := error_of(rule, tracks)) < error / BETTER:
-            best, error = rule, own
+    if error > FITS and not quick:  # another eps beside other betas
+        near = min(constants(rules[0], settings), key=lambda rule: error_of(rule, tracks))
+        own, rule = min(((error_of(one, tracks), one) for one in constants(near, settings)), key=lambda one: one[0])
+        best, error = (rule, own) if own < error / BETTER else (best, error)
     if best.kind == "adam" and max(best.beta1, best.beta2) < 1e-3:  # moments that hold one step: they are lost
         lost = Rule(eps=best.eps, place=best.place, coupled=best.coupled, lost=True)
         best = lost if error_of(lost, tracks) <= max(EXACT, 2 * error) else best
