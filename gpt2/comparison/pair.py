@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from enum import StrEnum
 
 import torch
 from torch import Tensor
@@ -34,15 +33,6 @@ from gpt2.model import eager_attention, sdpa_attention
 TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
 
 
-class Stage(StrEnum):
-    """What can be chosen beside the distributions and how far the weights moved."""
-
-    WEIGHTS = "weights"  # tensor by tensor
-    ACTIVATIONS = "activations"
-    WORDS = "words"
-    FLOOR = "floor"  # of noise
-
-
 @dataclass(frozen=True, eq=False)
 class Pair:
     """What was measured of b beside a. A part that was not chosen, or is not possible, is None; ``fit`` says why it is not.
@@ -67,27 +57,31 @@ class Pair:
     floor: Floor | None = None
 
 
-def fit(a: Side, b: Side, passage: Passage, parts: frozenset[Stage]) -> Compatibility:
-    """Decide before anything runs which parts can be measured. Raises InputError: nothing of the two can be matched."""
+def fit(a: Side, b: Side, passage: Passage, parts: frozenset[Shown]) -> Compatibility:
+    """Decide before anything runs what can be measured. Raises InputError: nothing of the two can be matched.
+
+    ``parts`` are those of which all is measured: weights tensor by tensor, activations, and of logits also words and the floor of
+    noise. Else it is the distributions, and how far the weights moved.
+    """
     found = compatibility(a.config, b.config, a.tokenizer, b.tokenizer)
-    heads = heads_left_out(*((a, b) if Stage.WEIGHTS in parts else (b,)))
+    heads = heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
     found = replace(found, impossible=_not_shown((a, b), parts) | found.impossible | heads)
     return on_text(found, a.tokenizer, b.tokenizer, passage.ids)
 
 
 def measure(
-    a: Loaded, b: Loaded, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Stage], fit: Compatibility
+    a: Loaded, b: Loaded, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Shown], fit: Compatibility
 ) -> Pair:
     """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
     seed, progress, ids = settings.seed, settings.progress, passage.ids
     weights = activations = numerics = distributions = words = logp = logp_a = floor = moved = None
     made_of = ""
     stored = _stored(a.side, b.side)
-    if stored and Stage.WEIGHTS in parts and "weights" not in fit.impossible:  # before b takes memory
+    if stored and Shown.WEIGHTS in parts and "weights" not in fit.impossible:  # before b takes memory
         weights = _weights(*stored, progress)
     progress(f"{b.side.name}: loading")
     with b.side:
-        if Stage.ACTIVATIONS in parts and "activations" not in fit.impossible:
+        if Shown.ACTIVATIONS in parts and "activations" not in fit.impossible:
             start = ids[None, : min(passage.windows.context, TRACED)]
             fit = _leaving_out(fit, a.side.left_out(start) | b.side.left_out(start))
             if "activations" not in fit.impossible:
@@ -97,13 +91,13 @@ def measure(
                 )
                 if stored and weights is not None and weights.same_numbers and a.side.name != b.side.name:
                     numerics = _numerics((a.side, b.side), stored, start, progress)
-        if Stage.WEIGHTS in parts and weights is None:
+        if Shown.WEIGHTS in parts and weights is None:
             fit, weights = _weights_of_modules(a, b, fit, progress)
         if "distributions" not in fit.impossible:
             measured = measure_pair(logits_a, b.logits, ids, passage.windows, progress=progress)
             distributions = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
             language, logp_a, logp = distributions.b, measured.logp_a, measured.logp_b
-            if Stage.WORDS in parts and a.tokenizer is not None and b.tokenizer is not None:
+            if Shown.LOGITS in parts and a.tokenizer is not None and b.tokenizer is not None:
                 both = a.tokenizer, b.tokenizer
                 words = compare_words(a, b, both, measured, passage, seed=seed, progress=progress)
             del measured
@@ -111,10 +105,10 @@ def measure(
             language = b.in_its_tokens(passage, a.tokenizer, seed)
         cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
         last_words = b.last_words(passage, seed, progress)
-        if Stage.FLOOR in parts and distributions is not None:
+        if Shown.LOGITS in parts and distributions is not None:
             progress("the floor of noise")
             floor = a.floor(ids[:TRACED], b.side.dtype) or b.floor(ids[:TRACED], a.side.dtype)
-    if stored and Stage.WEIGHTS not in parts and "weights" not in fit.impossible:  # of mapped files, whose pages are memory too
+    if stored and Shown.WEIGHTS not in parts and "weights" not in fit.impossible:  # of mapped files, whose pages are memory too
         moved, made_of = _moved(*stored, fit, progress)
     scores = fit, language, logp, logp_a, last_words, moved, made_of, distributions
     return Pair(*scores, weights, activations, numerics, words, cases, floor)
@@ -141,10 +135,9 @@ def _leaving_out(fit: Compatibility, parts: dict[str, str]) -> Compatibility:
     return replace(fit, impossible=fit.impossible | parts)
 
 
-def _not_shown(sides: tuple[Side, Side], parts: frozenset[Stage]) -> dict[str, str]:
+def _not_shown(sides: tuple[Side, Side], parts: frozenset[Shown]) -> dict[str, str]:
     """Return the chosen parts that a side's nature rules out, each with the reason."""
-    needs = {shown.value: shown for shown in Shown if shown.value in parts}
-    missing = {part: [side for side in sides if shown not in side.shows] for part, shown in needs.items()}
+    missing = {shown.value: [side for side in sides if shown not in side.shows] for shown in Shown if shown in parts}
     return {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
 
 

@@ -15,14 +15,14 @@ from gpt2.comparison.compatibility import Compatibility, require_same_function
 from gpt2.comparison.distributions import perplexity_ratio
 from gpt2.comparison.loaded import Loaded, alone
 from gpt2.comparison.many_results import Candidate, Comparisons, Ranked, paper_figures
-from gpt2.comparison.pair import Pair, Stage, blamed, fit, measure
+from gpt2.comparison.pair import Pair, blamed, fit, measure
 from gpt2.comparison.passage import Passage, open_passage
 from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Model, environment_of, require_head
+from gpt2.comparison.sides.side import Model, Shown, environment_of, require_head
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWords, last_words_change
@@ -43,7 +43,7 @@ def compare_sides(
     first beside it where its logits are too many to keep.
     """
     started, several = time.perf_counter(), len(models) > 2
-    parts, saved = frozenset(() if several else Stage), settings.save and require_name(settings.save)
+    parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
     sides = open_sides(*models, settings=settings)
     for side in sides:
         require_head(side.vocab_size or 0, side, sides)  # of a recording
