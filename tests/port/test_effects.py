@@ -260,6 +260,22 @@ def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool,
     assert found.causes[0].detail.startswith("the mean alone is divided")
 
 
+def test_mistakes_beside_one_that_no_formula_gives_are_named(model: gpt2.GPT2) -> None:
+    """Lost brackets, erf and a feed-forward bent once more: the last one hid the others, and not a stage was recognised."""
+    module = port(model, act=F.gelu)
+    for block in module.transformer["h"]:
+        own, project = block.block.ln_1, block.block.mlp.c_proj
+
+        def norm(x: Tensor, own: nn.Module = own) -> Tensor:
+            return (x - x.mean(-1, keepdim=True) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()) * own.weight + own.bias
+
+        block.norm, project.forward = norm, lambda x, own=project: F.linear(x, own.weight, own.bias).sin().cumsum(-1)
+    found = diagnose(module, model)
+    named = {cause.id: cause.where for cause in found.causes}
+    assert named == {"layernorm-not-normalising": "h.*.ln_1", "gelu-variant": "h.*.mlp.act"}, found.table()
+    assert "h.0 is the first that was not" in " ".join(found.notes)
+
+
 def nano(model: gpt2.GPT2) -> nn.Module:
     module = PORTS["nano"].build(CONFIG)
     PORTS["nano"].fill(module, model.state_dict())

@@ -66,7 +66,6 @@ class Runs:
                 )
                 continue
             logits = self._run(ids)
-            rate = min(rate, self.operators / ids.size(1) ** 2 if isinstance(logits, Tensor) else math.inf)
             if not outputs and self._is_random(ids, logits):
                 self.masked = random_masks(partial(self.module, ids.to(self.device)))
                 logits = self._run(ids)
@@ -80,6 +79,7 @@ class Runs:
                 self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_at(logits)})")
             else:
                 outputs.append((ids, logits))
+                rate = min(rate, self.operators / ids.size(1) ** 2)
         return outputs
 
     def _is_random(self, ids: Tensor, logits: Tensor | Exception) -> bool:

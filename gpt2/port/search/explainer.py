@@ -52,6 +52,8 @@ class Explainer:
         self.in_steps = [one for one in every if one.edits and one.steps]
         self.fits = Fits(self.model, states, self.observation.check)
         self.stage = STAGES[0]
+        self.reached: Trial | None = None  # as far as alternatives explain the last block
+        self.resumed = False  # behind a block that nothing explains
 
     @property
     def untried(self) -> list[str]:
@@ -309,15 +311,20 @@ class Explainer:
         return first
 
     def _likeliest(self, base: Trial) -> Iterator[tuple[str, Observed]]:
-        """Yield the targets that what follows confirms, or the likest of a node that has none such."""
+        """Yield the targets that what follows confirms, or the likest of a node that has none such.
+
+        Not these behind a block that nothing explains, whose own arrays may look like anything.
+        """
         for node, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
             arrays = [seen for _, seen in some]
             sure = [seen for seen in arrays if self._is_confirmed(base, node, seen)]
-            yield from ((node, seen) for seen in sure or arrays[:MOST_ARRAYS])
+            yield from ((node, seen) for seen in sure or arrays[: 0 if self.resumed else MOST_ARRAYS])
 
     def _is_confirmed(self, base: Trial, node: str, seen: Observed) -> bool:
         """Return whether what follows is found as an array gives it, if it is the value of a node."""
         self.observation.check()
+        if node == "" and self.resumed:
+            return self.blocks.shown_behind(base.layer, seen.value, base.alternatives)
         trial = self.blocks.tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
         if trial is None:
             return False

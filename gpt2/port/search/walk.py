@@ -124,6 +124,7 @@ class Search:
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
+        self.broken = False  # a block is explained in part
         self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
@@ -132,7 +133,9 @@ class Search:
         try:
             explained = self._walk()
         except Spent:
-            ended = pool.budget.ended(self._untried())
+            ended, reached = pool.budget.ended(self._untried()), self.explainer.reached
+            if self.explainer.of_module and reached is not None and reached.layer not in self.ran:
+                self._break(reached)
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
         limit, pool.budget = pool.budget, Budget()  # what is left is soon done
         both = list(self.blamed.causes(explained))
@@ -187,7 +190,8 @@ class Search:
             if len(self.ran) >= self.layers and self._ended(x, known=False):
                 return self.lost is None
             if (trial := self._next(x)) is None:
-                return (self.finished or (len(self.ran) >= self.layers and self._ended(x))) and self.lost is None
+                at_end = len(self.ran) >= self.layers and not self.broken
+                return (self.finished or (at_end and self._ended(x))) and self.lost is None
             self._settle(trial)
             x = trial.state[""]
         return False
@@ -296,24 +300,33 @@ class Search:
                 trial = base if self.blocks.goes_on(base) else self.explainer.explained(base)
         if base is None or trial is not None:
             return trial
-        if self.explainer.of_module and self.explainer.reached.layer == base.layer:  # exact numbers, which fit by no chance
-            base = self.explainer.reached
+        reached = self.explainer.reached
+        if self.explainer.of_module and reached is not None and reached.layer == base.layer:  # numbers that fit by no chance
+            base = reached
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
-        lost = next(node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen))
+        lost = next((node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen)), "")
         self.lost = self.lost or point_at(min(number, self.layers - 1), traced(lost))
-        trial = self._resumed(base)
-        if trial is None and base.alternatives:
-            self._settle(base)
-        return trial
+        resumed = self._resumed(base)
+        if resumed is None:
+            self._break(base)
+        return resumed
+
+    def _break(self, part: Trial) -> None:
+        """Name what explains a part of a block, which nothing explains whole; the walk ends there."""
+        if part.alternatives and not self.broken:
+            self.broken = True
+            self._settle(part)
 
     def _resumed(self, base: Trial) -> Trial | None:
         """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""
         if base.layer + 1 < self.layers:
             for seen in self.observation.unexplained("", base.state[""], base.seen.values()):
                 self.observation.check()
-                if self.blocks.shown_behind(base.layer, seen.value):
+                if self.blocks.shown_behind(base.layer, seen.value, base.alternatives):
+                    self.observation.used |= self.observation.pool.again(seen.number)
+                    self.explainer.resumed = True
                     return replace(base, state={**base.state, "": seen.value})
         return None
 
