@@ -267,7 +267,8 @@ def test_mistakes_beside_one_that_no_formula_gives_are_named(model: gpt2.GPT2) -
         own, project = block.block.ln_1, block.block.mlp.c_proj
 
         def norm(x: Tensor, own: nn.Module = own) -> Tensor:
-            return (x - x.mean(-1, keepdim=True) / (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()) * own.weight + own.bias
+            root = (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+            return (x - x.mean(-1, keepdim=True) / root) * own.weight + own.bias
 
         block.norm, project.forward = norm, lambda x, own=project: F.linear(x, own.weight, own.bias).sin().cumsum(-1)
     found = diagnose(module, model)

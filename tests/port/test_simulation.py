@@ -22,7 +22,7 @@ from gpt2.port.alternatives import loading, schedule, table
 from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.norms import normed, of_moments, readings
-from gpt2.port.alternatives.outside import sequence_faults
+from gpt2.port.alternatives.outside import orders, sequence_faults
 from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.explaining import DumpExplainer, Explanation
 from gpt2.port.dump.known import Faults
@@ -265,6 +265,7 @@ def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2, ids: Ten
         parts.append(Part(exact, end, Entrance(layer, state, ORDER["attn.q"]), {end: right[end]}, {}))
     for part in parts:
         some = [*Faults(part).singles()][:: 23 if part is parts[0] else 11]
+        some += [Candidate(order=order) for order in orders(CONFIG.n_layer) if part is parts[0]]
         values = run(part, [one for one in some if one.program is not None])
         for one, value in values:
             assert torch.allclose(value, part.values(one)[part.end], equal_nan=True), one

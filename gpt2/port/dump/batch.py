@@ -100,8 +100,11 @@ class Batch:
 
     def _begins(self, program: Program) -> int:
         """Return the first block in which a program is not GPT-2; -1, if that is before all blocks."""
-        if program.order is not None or program.run is not None or "embed" in program.outside:
+        if program.run is not None or "embed" in program.outside:
             return -1
+        if program.order is not None:  # what runs before the first block that is not GPT-2's
+            others = (n for n, layer in enumerate(program.order) if layer != n)
+            return -1 if program.blocks else next(others, len(program.order))
         places = (layer for layer, edits in program.blocks.items() for node in edits if self.part.computes(layer, node))
         return min(places, default=self.part.blocks.stop)
 
@@ -124,7 +127,7 @@ class Batch:
         x = self._entering(start).repeat(count, 1, 1) if run is None else run(model)
         if begin < 0 and run is None:
             x = self._node(programs, None, "embed", {"x": x}, odd)
-        for layer in () if run is not None else range(start, part.blocks.stop) if order is None else order:
+        for layer in () if run is not None else range(start, part.blocks.stop) if order is None else order[max(begin, 0) :]:
             state, after = {"x": x}, -1
             if order is None and layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after
@@ -137,10 +140,10 @@ class Batch:
             x = self._node(programs, None, "ln_f", {"x": x}, odd)
         if part.end == "logits":
             x = x[:, -self.wanted.shape[1] :]
-            heads = [one.outside["head"](model.site(0), {}) if "head" in one.outside else None for one in programs]
-            usual = model.table[self.columns]
-            given = x.split(len(x) // count) if any(head is not None for head in heads) else [x]
-            tables = (usual if head is None else head[self.columns].to(x.dtype) for head in heads[: len(given)])
+            usual, own = model.table[self.columns], [one.outside.get("head") for one in programs]
+            given = x.split(len(x) // count) if any(own) else [x]
+            site = model.site(0)  # each whole table is dropped before the next one is made
+            tables = (head(site, {})[self.columns].to(x.dtype) if head else usual for head in own[: len(given)])
             x = torch.cat([y @ table.T for y, table in zip(given, tables, strict=True)])
             model.budget.spend(2 * len(given), x.numel(), x.numel() * model.config.n_embd)
         return (x - x.mean(-1, keepdim=True) if part.softmaxed else x), odd

@@ -119,13 +119,22 @@ class PartSearch:
             yield from ((error, one) for error, one in near if error <= most or (error <= rounded and one.rounds))
 
     def _confirmed(self) -> list[Fitting]:
-        """Return the candidates that fit exactly, of GPT-2 itself with another head and the nearest."""
-        fits = [self.part.fit(Candidate())]
-        for number, (_, one) in enumerate(self.ranked[: MAX_CONFIRMED[self.small]]):
-            if number < LATE_CONFIRMED or not self.budget.spent:
-                fits.append(self.part.fit(one))
-        found = [fit for fit in fits if fit is not None]
-        tight = [fit for fit in found if fit.error <= max(map(self.part.allowed, self.part.shown))]
-        some = tight or sorted(found, key=lambda fit: fit.error)[:1]
-        known = [fit for fit in some if all(fault.id != "untied-head" for fault in fit.candidate.head)]
-        return sorted(known or some, key=lambda fit: (fit.candidate.order_of_naming, fit.error))  # free weights hide faults
+        """Return the candidates that fit exactly, of GPT-2 itself with another head and the nearest.
+
+        What may fit because it rounds numbers is computed exactly, which takes long, only where nothing nearer fits.
+        """
+        nearest = self.ranked[: MAX_CONFIRMED[self.small]]
+        near = [one for error, one in nearest if error <= self.bound or self.part.softmaxed]
+        tried, fits = [self.part.fit(Candidate())], list[Fitting]()
+        for candidates in (near, [one for _, one in nearest[len(near) :]]):
+            for one in candidates:
+                if len(tried) <= LATE_CONFIRMED or not self.budget.spent:
+                    tried.append(self.part.fit(one))
+            found = [fit for fit in tried if fit is not None]
+            tight = [fit for fit in found if fit.error <= max(map(self.part.allowed, self.part.shown))]
+            some = tight or sorted(found, key=lambda fit: fit.error)[:1]
+            known = [fit for fit in some if all(fault.id != "untied-head" for fault in fit.candidate.head)]
+            fits = sorted(known or some, key=lambda fit: (fit.candidate.order_of_naming, fit.error))  # free weights hide faults
+            if tight and known:
+                break
+        return fits
