@@ -27,7 +27,9 @@ from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
 from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.terms import budget
 
+SEARCH = 0.75  # of the time for the whole diagnosis, after which its search ends and reports
 NO_GPU = re.compile(
     r"not compiled with CUDA|NVIDIA driver|CUDA-capable|No CUDA GPUs|CUDA error|support for mps|MPS backend|cuda.is_available"
 )
@@ -51,6 +53,7 @@ def main(folder: str) -> None:
             (place / "stage").write_text(stage)
             faulthandler.dump_traceback_later(order["whole" if stage == "diagnosis" else "short"], exit=True, file=where)
 
+        budget.CLOCK = min(budget.CLOCK, SEARCH * order["whole"])
         (place / "answer.json").write_text(_answer(place, order, begin))
         os._exit(0)  # do not wait for the port's threads or exit handlers
 

@@ -19,7 +19,7 @@ from gpt2.port.terms.budget import Budget
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
-LOOKED = 0.5  # what looking for a value costs, in operators, beside its sums
+LOOKED = 1.2  # operators that looking for a value costs, beside its sums
 SORTED = 16  # times as much as reading a number, what sorting it costs
 SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
 
