@@ -260,6 +260,7 @@ def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool,
     assert found.causes[0].detail.startswith("the mean alone is divided")
 
 
+@pytest.mark.slow
 def test_mistakes_beside_one_that_no_formula_gives_are_named(model: gpt2.GPT2) -> None:
     """Lost brackets, erf and a feed-forward bent once more: the last one hid the others, and not a stage was recognised."""
     module = port(model, act=F.gelu)
