@@ -119,6 +119,22 @@ def test_a_result_that_is_not_linear_in_its_input_is_not_called_other_weights(be
     assert said(layer._unknown(observed(value, x @ weight + bias), x, every(*x.shape[:2]))) == ["not-loaded"] * (bent == 0)
 
 
+@pytest.mark.parametrize("mistake", ["other weights", "tokens mixed", "weights partly lost"])
+def test_few_tokens_show_other_weights_only_if_they_stay_as_like_each_other(mistake: str) -> None:
+    """Bug: with fewer tokens than inputs, any value was `not-loaded`, as where heads and rows of the batch are exchanged."""
+    config, draw = GPT2Config(n_embd=24, n_head=2), torch.Generator().manual_seed(3)
+    x, bias = torch.randn(2, 9, 24, generator=draw).double(), torch.randn(64, generator=draw).double()
+    weight, other = torch.randn(2, 24, 64, generator=draw).double()
+    value = {
+        "other weights": x @ other + bias,
+        "tokens mixed": x.transpose(1, 2).reshape(x.shape) @ weight + bias,
+        "weights partly lost": x @ (weight * (weight.abs() > 0.5)) + bias,
+    }[mistake]
+    layer = Linear(Library({}), "h.0.mlp.c_fc.weight", "mlp.c_fc", weight, bias, config)
+    fits = layer._unknown(observed(value, x @ weight + bias), x, every(2, 9))
+    assert said(fits) == ["not-loaded"] * (mistake == "other weights")
+
+
 def test_equal_rows_of_a_batch_are_one_token_for_a_regression() -> None:
     """Two prompts that are the same: two equal tokens fit any bias; four tokens, two of which differ, any weight of a norm."""
     layer, weight, bias = c_fc()

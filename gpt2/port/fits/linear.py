@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula
+from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles
 from gpt2.port.graph import THIRDS
 from gpt2.port.terms.causes import Cause
 
 MOST = 2**29  # products of columns that are compared
 MOST_COPIED = 2**24  # entries of matrices whose columns are compared
+ALIKE = 0.5  # cosine of a result and GPT-2's, beyond which the weight may be a rounded one
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 
 
@@ -158,13 +159,21 @@ class Linear:
         return Cause.at("head-layout", "attn.c_attn", words)
 
     def _unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
-        """Weights that are not the checkpoint's in any known way: with more tokens than inputs, the value is linear in ``x``."""
+        """Weights that are not the checkpoint's in any known way.
+
+        With more tokens than inputs, the value is linear in ``x``. With fewer, any is: so it must be unlike GPT-2's, and tokens
+        that are similar in ``x`` must be similar in it, which a product with a matrix keeps, and what mixes tokens does not.
+        """
         inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
-        if distinct(inputs) <= inputs.shape[1]:  # any value is
-            return
-        made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
-        if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
-            return
+        if distinct(inputs) <= inputs.shape[1]:
+            one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
+            like = float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
+            if abs(like) > ALIKE or not keeps_angles(x[rows], wanted):
+                return
+        else:
+            made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
+            if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
+                return
         is_head, words = self.part == "logits", "the weight is not the checkpoint's in any known way"
         fault = self.fault("untied-head", "the head has weights other than wte's") if is_head else self.fault("not-loaded", words)
         yield from seen.fits(seen.value, rows, fault)

@@ -21,6 +21,8 @@ MOST_TOKENS = 256  # that are counted
 NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant to be a simple number
 MAX_TERMS = 4
 SHOWN = 4
+LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
+MOST_BENT = 0.4  # one minus the correlation of these angles
 
 
 class Fit(NamedTuple):
@@ -103,6 +105,21 @@ def distinct(tokens: Tensor) -> int:
     tokens = tokens[:MOST_TOKENS]
     near = torch.cdist(tokens, tokens) <= EQUAL * tokens.norm(dim=1)
     return int((~near.tril(-1).any(1)).sum())
+
+
+def keeps_angles(x: Tensor, y: Tensor) -> bool:
+    """Return whether tokens that are similar in ``x`` (N, I) are similar in ``y`` (N, O) too, and others are not."""
+    if distinct(x) < LEAST_ANGLES:
+        return False
+    alike = [(one - one.mean(0)) / (one - one.mean(0)).norm(dim=1, keepdim=True).clamp(min=1e-300) for one in (x, y)]
+    own, other = (one @ one.T for one in alike)
+    pairs = ~torch.eye(len(x), dtype=torch.bool)
+
+    def far(order: Tensor) -> float:
+        return 1 - float(torch.corrcoef(torch.stack([own[order][:, order][pairs], other[pairs]]))[0, 1])
+
+    order = torch.arange(len(x))
+    return far(order) < MOST_BENT and all(far(order) < far(order.roll(n)) / 2 for n in range(1, len(x)))
 
 
 def nice(value: float, loose: float = NICE, known: Iterable[float] = ()) -> float:
