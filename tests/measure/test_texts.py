@@ -165,7 +165,7 @@ def test_tiny_shakespeare_is_split_as_others_split_it(tmp_path, monkeypatch):
     (tmp_path / "cache").mkdir()
     (tmp_path / "cache" / "tinyshakespeare.txt").write_text(body)
     monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(body.encode()).hexdigest())
-    monkeypatch.setattr(shakespeare, "_download", lambda url: pytest.fail("asked for it again"))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("asked for it again"))
     train, val, whole = (open_text(f"tinyshakespeare:split={split}").text for split in ("train", "val", "all"))
     assert (train, val) == shakespeare.split(body)
     assert open_text("tinyshakespeare", offline=True).text == val
@@ -174,7 +174,7 @@ def test_tiny_shakespeare_is_split_as_others_split_it(tmp_path, monkeypatch):
 
 def test_offline_makes_no_request(monkeypatch):
     """The message must name this command's remedy, not that of the training command."""
-    monkeypatch.setattr(shakespeare, "_download", lambda url: pytest.fail("a request"))
+    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("a request"))
     with pytest.raises(InputError, match=r"^offline, and .*tinyshakespeare.txt is not .*--on FILE$"):
         open_text("tinyshakespeare", offline=True)
 
