@@ -70,6 +70,7 @@ class Examination:
         give_shapes(self.module, self.config, self.who)
         training = [part for part in self.module.modules() if part.training]
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
+            torch.default_generator.manual_seed(0)  # what a module draws by mistake is the same in each diagnosis
             self.runs.rewind = borrowed.rewind
             self.module.eval()  # some modules override it
             weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
