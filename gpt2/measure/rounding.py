@@ -7,6 +7,8 @@ relative error of one rounding. The errors' root mean squares:
 - one elementary result (sum of two, product, quotient, square root): 0.425 u, of mantissas that are distributed as 1 / m;
 - exp, tanh, log, 1 / sqrt and the like: 1.2 u, up to two units in the last place, as vendors allow themselves. Kernels for 16-bit
   numbers compute these, norms and softmax in float32 and round once: 0.425 u;
+- 16-bit results are rounded, on a grid of random place. So equal numbers get equal errors, which do not average out in sums: the
+  1,024 weights of a long row of attention may be two different numbers in float16;
 - a sum y of K products t: 0.425 u sqrt(K (y^2 / 3 + sum(t^2) / 6) + sum(t^2)). That is adding one after another: the K
   partial sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders are as precise or better. The
   last sum is the products' own rounding, on a processor (or in a kernel) without fused multiply-add.
@@ -241,7 +243,10 @@ class _Noise(TorchDispatchMode):
         for each in result if isinstance(result, tuple) else (result,):
             if isinstance(each, Tensor) and each.dtype == torch.float64:
                 for part in _parts(each):
-                    part.mul_(self._some(_factors(self.seed, size), part))  # infinity stays
+                    if self.unit > self.sums:
+                        self._round(part)
+                    else:
+                        part.mul_(self._some(_factors(self.seed, size), part))  # infinity stays
                     self._underflow(part)
         return result
 
@@ -268,11 +273,18 @@ class _Noise(TorchDispatchMode):
         """Give sums of ``terms`` products, whose squares sum to ``squares``, the error of adding them and of rounding the sum."""
         one = (ELEMENTARY * (unit or self.sums)) ** 2
         each = terms * one
-        whole = (ELEMENTARY * self.unit) ** 2 if self.unit > self.sums else 0.0
         both = 2 * (ELEMENTARY * operands) ** 2  # a product has two operands
-        variance = part.square().mul_(each / 3 + whole).add_(squares, alpha=each / 6 + one + both)
+        variance = part.square().mul_(each / 3).add_(squares, alpha=each / 6 + one + both)
         part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
+        if self.unit > self.sums:
+            self._round(part)
         self._underflow(part, terms if unit == self.unit else 1)
+
+    def _round(self, part: Tensor) -> None:
+        """Round to the digits of a 16-bit dtype, of any size, and times a random factor: not where the dtype's own numbers lie."""
+        factor, below = 2 ** float(torch.rand((), generator=self.generator)), 53 + round(math.log2(self.unit))
+        part.mul_(factor).view(torch.int64).add_(1 << (below - 1)).bitwise_and_(-1 << below)
+        part.div_(factor)
 
     def _underflow(self, part: Tensor, roundings: float = 1) -> None:
         """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
