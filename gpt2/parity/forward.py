@@ -135,8 +135,8 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
                 if name == "logits":
                     for at_norm, each in zip(hidden, samples, strict=True):
                         ways = _ways(subject.probe, each[:-1], tensor[:-1], whole=False)
-                        errors = [relative_error(part, right) for _, _, part, right in ways]
-                        noise.append(Noise(at_norm, errors, max_abs(each[-1, chosen], tensor[-1, chosen])))
+                        of_ways = [relative_error(part, right) for _, _, part, right in ways]
+                        noise.append(Noise(at_norm, of_ways, max_abs(each[-1, chosen], tensor[-1, chosen])))
                 del samples
             noisy.clear()
             seen += expected

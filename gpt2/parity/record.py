@@ -148,7 +148,9 @@ class RecordReport(Printed):
 def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
     data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
-    rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"])
+    rows: Iterator[dict[str, Any]] = (
+        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"]
+    )
     return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Source(**data["sources"][r["source"]])}) for r in rows)
 
 
