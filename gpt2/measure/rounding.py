@@ -281,7 +281,7 @@ class _Noise(TorchDispatchMode):
         self._underflow(part, terms if unit == self.unit else 1)
 
     def _round(self, part: Tensor) -> None:
-        """Round to the digits of a 16-bit dtype, of any size, and times a random factor: not where the dtype's own numbers lie."""
+        """Round to as many digits as a 16-bit dtype has, at random places: of the numbers times a random factor."""
         factor, below = 2 ** float(torch.rand((), generator=self.generator)), 53 + round(math.log2(self.unit))
         part.mul_(factor).view(torch.int64).add_(1 << (below - 1)).bitwise_and_(-1 << below)
         part.div_(factor)

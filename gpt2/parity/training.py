@@ -64,9 +64,7 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
             hidden = hidden_of(model, sequences[:, :-1])
             leaf = hidden.detach().requires_grad_()
             logits = head_of(model, leaf)
-            logits.register_hook(
-                _give_back
-            )  # what the loss leaves, before the gradient of the embedding, which does not fit there
+            logits.register_hook(_give_back)  # what the loss leaves: the gradient of the embedding does not fit there
             loss = token_losses(logits, sequences[:, 1:])
             del logits
             loss.mean(-1).sum().backward()

@@ -106,7 +106,7 @@ def test_sums_in_16_bits_are_judged_by_their_partial_sums(dtype: torch.dtype) ->
 @pytest.mark.kernels
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_equal_numbers_have_equal_errors_in_16_bits(dtype: torch.dtype) -> None:
-    """Attention over 1,024 tokens of tiny-gpt2 was imprecise: its few different weights have few different errors, which add up."""
+    """A row of tiny-gpt2's attention was imprecise: its few different weights have few different errors, which add up."""
     signs = torch.randint(2, (1, 1, 1024, 1), generator=torch.Generator().manual_seed(0)) * 2 - 1
     inputs = [(size * signs).to(dtype).double() for size in (0.3, 0.02, 0.02)]
     found = Judge(torch.device("cpu"), silent, dtype)
