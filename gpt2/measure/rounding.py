@@ -7,8 +7,9 @@ relative error of one rounding. The errors' root mean squares:
 - one elementary result (sum of two, product, quotient, square root): 0.425 u, of mantissas that are distributed as 1 / m;
 - exp, tanh, log, 1 / sqrt and the like: 1.2 u, up to two units in the last place, as vendors allow themselves. Kernels for 16-bit
   numbers compute these, norms and softmax in float32 and round once: 0.425 u;
-- 16-bit results are rounded, on a grid of random place. So equal numbers get equal errors, which do not average out in sums: the
-  1,024 weights of a long row of attention may be two different numbers in float16;
+- a 16-bit result is rounded, at a random place, also below 2^-14, where float16 has numbers 2^-24 apart. So equal numbers get
+  equal errors, which do not average out in sums: the weights of a long row of attention may be two different numbers, and the
+  gradients of 50,000 logits one;
 - a sum y of K products t: 0.425 u sqrt(K (y^2 / 3 + sum(t^2) / 6) + sum(t^2)). That is adding one after another: the K
   partial sums go from 0 to y like a Brownian bridge, whose mean square is the bracket. Other orders are as precise or better. The
   last sum is the products' own rounding, on a processor (or in a kernel) without fused multiply-add.
@@ -243,11 +244,9 @@ class _Noise(TorchDispatchMode):
         for each in result if isinstance(result, tuple) else (result,):
             if isinstance(each, Tensor) and each.dtype == torch.float64:
                 for part in _parts(each):
-                    if self.unit > self.sums:
-                        self._round(part)
-                    else:
+                    if self.unit == self.sums:
                         part.mul_(self._some(_factors(self.seed, size), part))  # infinity stays
-                    self._underflow(part)
+                    self._store(part)
         return result
 
     def _norm_gradients(
@@ -275,23 +274,22 @@ class _Noise(TorchDispatchMode):
         each = terms * one
         both = 2 * (ELEMENTARY * operands) ** 2  # a product has two operands
         variance = part.square().mul_(each / 3).add_(squares, alpha=each / 6 + one + both)
+        if self.spacing and unit == self.unit:  # zeros stay zero
+            variance.add_(variance > 0, alpha=terms * self.spacing**2 / 12)
         part.addcmul_(variance.sqrt_(), self._some(self.normals, part))
+        self._store(part)
+
+    def _store(self, part: Tensor) -> None:
+        """Round results to as many digits as a 16-bit dtype has, and its spacing, at a random place: times a random factor."""
         if self.unit > self.sums:
-            self._round(part)
-        self._underflow(part, terms if unit == self.unit else 1)
-
-    def _round(self, part: Tensor) -> None:
-        """Round to as many digits as a 16-bit dtype has, at random places: of the numbers times a random factor."""
-        factor, below = 2 ** float(torch.rand((), generator=self.generator)), 53 + round(math.log2(self.unit))
-        part.mul_(factor).view(torch.int64).add_(1 << (below - 1)).bitwise_and_(-1 << below)
-        part.div_(factor)
-
-    def _underflow(self, part: Tensor, roundings: float = 1) -> None:
-        """Give small numbers, which float16 stores at a fixed distance, the error of rounding to the nearest; zeros stay zero."""
+            factor, below = 2 ** (float(torch.rand((), generator=self.generator)) - 0.5), 53 + round(math.log2(self.unit))
+            part.mul_(factor).view(torch.int64).add_(1 << (below - 1)).bitwise_and_(-1 << below)
+            if self.spacing:
+                multiples = 1.5 * 2**52 * self.spacing  # float64 has no fraction of the spacing there
+                part.add_(multiples).sub_(multiples)
+            part.div_(factor)
         if self.coarser.flushes and self.unit == unit(self.dtype):
             part.copy_(_flushed(part, self.dtype))
-        elif self.spacing and self.unit > self.sums:
-            part.add_(self._some(self.normals, part) * (part != 0), alpha=self.spacing * math.sqrt(roundings / 12))
 
     def _some(self, table: Tensor, like: Tensor) -> Tensor:
         """Return as many numbers of a table as ``like`` has, from a random place: drawing new ones would take too long."""
