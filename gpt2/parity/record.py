@@ -9,7 +9,7 @@ from __future__ import annotations
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -23,18 +23,13 @@ from gpt2.model import GPT2
 from gpt2.pages.reports import Line, Printed, Section, Styled, numbers
 
 
-class Kind(Enum):
+class Kind(StrEnum):
     """The kind of number, as the data file names it."""
 
     LOGITS = "logits"  # at ``position``, of the ids ``columns``
     LOSS = "loss"  # mean over ``ids``, nats per token
     GREEDY_IDS = "greedy-ids"  # the greedy continuation of ``ids``: ``values``
     GREEDY_TEXT = "greedy-text"  # the greedy ``continuation`` of ``prompt``
-
-    @property
-    def exact(self) -> bool:
-        """Whether this is a greedy continuation, which is reproduced as a whole or not, and counts as one number."""
-        return self in (Kind.GREEDY_IDS, Kind.GREEDY_TEXT)
 
 
 @dataclass(frozen=True)
@@ -47,7 +42,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Record:
-    """One published result: ``values`` with an absolute ``tolerance``, or an exact ``continuation`` or exact ids."""
+    """One published result: ``values`` with an absolute ``tolerance``, or without one a greedy ``continuation`` or its ids."""
 
     model: str  # an official name: "gpt2"
     kind: Kind
@@ -63,8 +58,8 @@ class Record:
 
     @property
     def numbers(self) -> int:
-        """The count of published numbers in this record."""
-        return 1 if self.kind.exact else len(self.values)
+        """The count of published numbers; a continuation, which is reproduced as a whole or not, is one."""
+        return len(self.values) if self.tolerance else 1
 
 
 @dataclass(frozen=True)
@@ -78,16 +73,16 @@ class Outcome:
     @property
     def errors(self) -> tuple[float, ...]:
         """Absolute differences from the published numbers; empty for a greedy continuation."""
-        if isinstance(self.ours, str) or self.record.kind.exact or self.not_computed:
+        if isinstance(self.ours, str) or not self.record.tolerance:
             return ()
         return tuple(abs(ours - recorded) for ours, recorded in zip(self.ours, self.record.values, strict=True))
 
     @property
     def reproduced(self) -> int:
         """The count of the record's numbers that our model reproduces within the tolerance."""
-        if self.record.kind.exact:
-            return int(self.ours == (self.record.continuation or self.record.values))
-        return sum(error <= self.record.tolerance for error in self.errors)
+        if self.record.tolerance:
+            return sum(error <= self.record.tolerance for error in self.errors)
+        return int(self.ours == (self.record.continuation or self.record.values))
 
     @property
     def ok(self) -> bool:
@@ -112,7 +107,7 @@ class RecordReport(Printed):
         numbers = sum(outcome.record.numbers for outcome in self.outcomes if not outcome.not_computed)
         counts = {"ok": self.ok, "numbers": numbers, "reproduced": sum(outcome.reproduced for outcome in self.outcomes)}
         records = [
-            {**vars(one.record), "kind": one.record.kind.value, "numbers": one.record.numbers}
+            {**vars(one.record), "numbers": one.record.numbers}
             | {"ours": one.ours, "reproduced": one.reproduced, "ok": one.ok, "not_computed": one.not_computed}
             for one in self.outcomes
         ]
@@ -127,7 +122,7 @@ class RecordReport(Printed):
         if missing:
             line += f"; {sum(outcome.record.numbers for outcome in missing)} not computed: {missing[0].not_computed}"
         wrong = next((outcome.record for outcome in self.outcomes if not outcome.ok), None)
-        return line if wrong is None else f"{line}; first that differs: {wrong.kind.value} by {wrong.source.project}"
+        return line if wrong is None else f"{line}; first that differs: {wrong.kind} by {wrong.source.project}"
 
     def sections(self) -> Iterator[Section]:
         """Yield a row per record, if they were asked for, and the summary line."""
@@ -137,8 +132,8 @@ class RecordReport(Printed):
             count = "–" if outcome.not_computed else f"{outcome.reproduced}/{record.numbers}"
             # torch's maximum is NaN where an error is NaN.
             error = f"{torch.tensor(outcome.errors).max().item():.1e}" if outcome.errors else ""
-            within = "exact" if record.kind.exact else f"{record.tolerance:g}"
-            rows.append([record.kind.value, record.source.project, Styled(count, style), Styled(error, style), within])
+            within = f"{record.tolerance:g}" if record.tolerance else "exact"
+            rows.append([record.kind, record.source.project, Styled(count, style), Styled(error, style), within])
         if self.asked:
             yield Section(columns=("recorded", "by", *numbers("right", "error", "within")), rows=rows)
         yield Section(note=(Styled("✓", "green") if self.ok else Styled("✗", "bold red"), f" {self.line()}"))
@@ -165,7 +160,7 @@ def compute(
     """Compute the ``records`` of an official ``model`` with ``ours`` in float32, which takes seconds."""
     own, outcomes = [record for record in records if record.model == model], []
     for number, record in enumerate(own):
-        progress(f"public record {number + 1} of {len(own)}: {record.kind.value}, {record.source.project}")
+        progress(f"public record {number + 1} of {len(own)}: {record.kind}, {record.source.project}")
         missing = "the checkpoint comes without a tokenizer" if record.kind is Kind.GREEDY_TEXT and tokenizer is None else ""
         outcomes.append(Outcome(record, () if missing else _ours(record, ours, tokenizer), missing))
     return RecordReport(model, tuple(outcomes), asked)
