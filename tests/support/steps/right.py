@@ -18,14 +18,13 @@ V = 67  # vocabulary of support.faulty.CONFIG
 
 @dataclass(frozen=True)
 class RightStep:
-    """A right step. ``make`` takes settings and gives `make_step`; ``rounds``: it computes in float32 on the way."""
+    """A right step. ``make`` takes settings and gives `make_step`."""
 
     name: str
     kind: str
     make: Callable
     changes: Mapping[str, float | str] = field(default_factory=dict)
     slow: bool = False
-    rounds: bool = False
 
     @property
     def settings(self) -> Settings:
@@ -42,9 +41,9 @@ class RightStep:
 RIGHT_STEPS: dict[str, RightStep] = {}
 
 
-def right(name: str, kind: str = "ours", *, slow: bool = False, rounds: bool = False, **changes: float | str) -> Callable:
+def right(name: str, kind: str = "ours", *, slow: bool = False, **changes: float | str) -> Callable:
     def register(make: Callable) -> Callable:
-        RIGHT_STEPS[name] = RightStep(name, kind, make, changes, slow, rounds)
+        RIGHT_STEPS[name] = RightStep(name, kind, make, changes, slow)
         return make
 
     return register
@@ -71,7 +70,7 @@ def losses_of(model, x, y):
 
 
 def plain(
-    s, new_optimizer=adamw, losses=losses_of, clip=nn.utils.clip_grad_norm_, prepare=lambda model: model,
+    s, new_optimizer=adamw, losses=losses_of, prepare=lambda model: model,
     gradients=lambda model: None, scheduler=None,
 ):  # fmt: skip
     """`make_step` of a plain step; each argument is what one variety does in its own way.
@@ -92,7 +91,7 @@ def plain(
                 total = total + loss.detach()
             gradients(model)
             if s.clip:
-                clip(model.parameters(), s.clip)
+                nn.utils.clip_grad_norm_(model.parameters(), s.clip)
             optimizer.step()
             if schedule:
                 schedule.step()
@@ -114,33 +113,10 @@ def with_loss(loss_of):
 
 for _kind in ("ours", "nano", "mha", "encoder_layer", "kqv"):
     right(f"groups, {_kind}", _kind)(plain)
-for _option in ("fused", "foreach"):
-    right(_option, "nano")(lambda s, option=_option: plain(s, lambda model, s: adamw(model, s, **{option: True})))
+right("fused", "nano")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
 right("no clipping", "nano", clip=0.0)(plain)
 right("prompts left out", "nano", prompt="prompt")(plain)
-right("no decay, no clipping", weight_decay=0.0, clip=0.0)(plain)
 right("other betas and rate", "nano", lr=6e-4, min_lr=6e-4, beta1=0.8, beta2=0.999, weight_decay=0.01)(plain)
-right("clipping with foreach", clip=0.5)(lambda s: plain(s, clip=lambda ps, c: nn.utils.clip_grad_norm_(ps, c, foreach=True)))
-
-
-@right("Adam, decay outside")
-def decay_outside(s):
-    class Outside(torch.optim.Adam):
-        def step(self, closure=None):
-            with torch.no_grad():
-                for group in self.param_groups:
-                    for p in group["params"]:
-                        if p.ndim >= 2:
-                            p.mul_(1 - group["lr"] * s.weight_decay)
-            return super().step(closure)
-
-    return plain(s, lambda model, s: Outside(model.parameters(), lr=s.lr, betas=(s.beta1, s.beta2)))
-
-
-@right("one-hot targets", "mha")
-@with_loss
-def one_hot(model, x, y):
-    return -(F.one_hot(y, V) * model(x).softmax(-1).log()).sum(-1).mean()
 
 
 right("the model's own loss", "nano")(with_loss(lambda model, x, y: model(x, y)[1]))
@@ -152,12 +128,6 @@ def shifts_by_itself(model, x, y):
     """As a library whose model takes labels equal to its ids: the whole row of T + 1 goes in."""
     row = torch.cat([x, y[:, -1:]], dim=1)
     return F.cross_entropy(model(row)[:, :-1].flatten(0, 1), row[:, 1:].flatten())
-
-
-@right("logits.float()", "nano", rounds=True)
-@with_loss
-def float_logits(model, x, y):
-    return F.cross_entropy(logits(model, x, V).float().flatten(0, 1), y.flatten())
 
 
 @right("autocast with GradScaler", "nano")
@@ -182,19 +152,6 @@ def scaled(s):
 
 
 right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
-
-
-@right("gradient checkpointing")
-def checkpointing(s):
-    from torch.utils.checkpoint import checkpoint
-
-    def prepare(model):
-        for block in model.h:
-            forward = block.forward
-            block.forward = lambda *args, forward=forward: checkpoint(forward, *args, use_reentrant=False)
-        return model
-
-    return plain(s, prepare=prepare)
 
 
 for _style in STYLES:

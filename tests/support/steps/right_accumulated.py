@@ -28,16 +28,8 @@ def summed(model, x, y):
     yield sum(loss / 2 for loss in parts_of(2)(model, x, y))
 
 
-def halved(model):
-    for p in model.parameters():
-        p.grad /= 2
-
-
 right("accumulated, loss divided", "nano", grad_accum=2)(lambda s: plain(s, losses=divided(2)))
 right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(lambda s: plain(s, losses=summed))
-right("accumulated by row", grad_accum=4, clip=0.0)(lambda s: plain(s, losses=divided(4)))
-for _name, _kind, _changes in (("accumulated, gradients divided", "mha", {"grad_accum": 2}), ("ranks averaged", "ours", {})):
-    right(_name, _kind, **_changes)(lambda s: plain(s, losses=parts_of(2), gradients=halved))
 
 
 @right("accumulated by tokens, prompts left out", "mha", grad_accum=2, prompt="prompt")

@@ -6,28 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.steps.faults import SCHEDULE
 from support.steps.right import adamw, groups, loss_of, plain, right
-from support.steps.right_accumulated import factor
-
-
-class Written(torch.optim.Optimizer):
-    """AdamW as an Optimizer of one's own."""
-
-    def __init__(self, parameter_groups, lr, betas):
-        super().__init__(parameter_groups, {"lr": lr, "betas": betas, "t": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["t"] += 1
-            (b1, b2), t = group["betas"], group["t"]
-            for p in group["params"]:
-                held = self.state[p]
-                m = held["m"] = held.get("m", torch.zeros_like(p)).mul(b1).add(p.grad, alpha=1 - b1)
-                v = held["v"] = held.get("v", torch.zeros_like(p)).mul(b2).addcmul(p.grad, p.grad, value=1 - b2)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.addcdiv_(m / (1 - b1**t), (v / (1 - b2**t)).sqrt().add_(1e-8), value=-group["lr"])
 
 
 @right("written over lists", "mha")
@@ -76,15 +55,6 @@ def tied_by_hand(s):
         model.lm_head.weight.grad = None
 
     return plain(s, optimizer_of, gradients=added)
-
-
-@right("tied through a property of the head")
-def tied_by_head(s):
-    def prepare(model):
-        model.head = lambda hidden: torch.einsum("btd,vd->btv", hidden, model.wte.weight)
-        return model
-
-    return plain(s, prepare=prepare)
 
 
 @right("update within the backward pass", "mha", clip=0.0)
@@ -149,14 +119,3 @@ def functional(s):
         return step
 
     return make_step
-
-
-@right("written, with warm-up and cosine", "encoder_layer", **SCHEDULE)
-def written_scheduled(s):
-    class Scheduled(Written):
-        def step(self, closure=None):
-            for group in self.param_groups:
-                group["lr"] = s.lr * factor(group["t"], s)
-            super().step(closure)
-
-    return plain(s, lambda model, s: Scheduled(groups(model, s), s.lr, (s.beta1, s.beta2)))
