@@ -9,8 +9,7 @@ from support import forks, fuzz
 # of files without one of its checks falls within 3,100 inputs of the slow run's seed; more: `python -m support.surfaces --count`.
 CASES = {
     "dialects": (250, 3100, 0.08, 25),
-    "tensorflow, resealed": (250, 3100, 0.1, 10),
-    "texts": (390, 2470, 0.05, 0),
+    "texts": (180, 1140, 0.05, 0),
 }
 
 

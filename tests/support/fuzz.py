@@ -42,18 +42,10 @@ class Surface(NamedTuple):
     limit: int = 700
 
 
-def of_files(
-    victims: Mapping[Path, Sequence[Way]], read: Callable[[Path], object], sources: Sequence[bytes] = (), limit: int = 700
-) -> Surface:
-    """Damage one victim at a time in one of its ways: what it holds, or one of ``sources``. ``read`` gets the victim's path.
-
-    It must read each victim and source whole.
-    """
-    whole = {path: path.read_bytes() for path in victims if path.exists()}
+def of_files(victims: Mapping[Path, Sequence[Way]], read: Callable[[Path], object], limit: int = 700) -> Surface:
+    """Damage one victim at a time in one of its ways. ``read`` gets the victim's path; it must read each victim whole."""
+    whole = {path: path.read_bytes() for path in victims}
     last = next(iter(victims))
-    for content in sources:
-        last.write_bytes(content)
-        read(last)
     for path in victims:
         read(path)
 
@@ -64,10 +56,9 @@ def of_files(
 
     def damage(pick: random.Random) -> None:
         nonlocal last
-        overwrite(last, whole.get(last, b""))
+        overwrite(last, whole[last])
         last = pick.choice([path for path, ways in victims.items() for _ in ways])
-        content, other = pick.choice(sources or [whole[last]]), pick.choice(sources or [*whole.values()])
-        overwrite(last, pick.choice(victims[last])(pick, content, other))
+        overwrite(last, pick.choice(victims[last])(pick, whole[last], pick.choice([*whole.values()])))
 
     return Surface(damage, lambda: read(last), limit)
 
