@@ -13,6 +13,7 @@ from support import hf_layouts
 from support.commands import refusal
 
 from gpt2.measure.dumps import dump_of, read
+from gpt2.measure.npy import read_npy, read_npz
 
 CONFIG = hf_layouts.TINY
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
@@ -114,3 +115,16 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
     }
     for name, words in said.items():
         assert words in refusal(read, tmp_path / name, CONFIG), name
+
+
+def test_a_wrong_array_is_refused_and_a_right_header_shown(tmp_path: Path) -> None:
+    """Programs in C write them by hand: NumPy reads float64 called float32 as other numbers, and ends in its own tracebacks."""
+    np.save(tmp_path / "right.npy", LOGITS)
+    whole = (tmp_path / "right.npy").read_bytes()
+    for wrong, said in ((whole + b"1234", "the file has more than the 1,464 bytes of (2, 3, 61) of float32"), (whole[:99], "")):
+        (tmp_path / "x.npy").write_bytes(wrong)
+        with zipfile.ZipFile(tmp_path / "x.npz", "w", zipfile.ZIP_DEFLATED) as archive:
+            archive.writestr("x.npy", wrong)
+        for message in (refusal(read_npy, tmp_path / "x.npy"), refusal(lambda: list(read_npz(tmp_path / "x.npz")))):
+            assert said in message
+            assert "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 16), }" in message

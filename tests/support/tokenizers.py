@@ -99,9 +99,7 @@ def bert(folder: Path, name: str | None = "BertTokenizer", where: str = "tokeniz
         path.write_text(json.dumps({**content, "tokenizer_class": name, **settings}))
 
 
-def pieces(
-    folder: Path, name: str, model_type: str = "unigram", trainer: dict[str, object] | None = None, **settings: object
-) -> None:
+def pieces(folder: Path, name: str, trainer: dict[str, object] | None = None, **settings: object) -> None:
     """spiece.model: Japanese and Swedish GPT-2s."""
     import sentencepiece
 
@@ -109,7 +107,6 @@ def pieces(
     sentencepiece.SentencePieceTrainer.Train(
         sentence_iterator=iter(LINES),
         model_writer=written,
-        model_type=model_type,
         hard_vocab_limit=False,
         minloglevel=2,
         **{"vocab_size": 200, **(trainer or {})},
@@ -184,7 +181,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
         eos_token="</s>",
         unk_token="<unk>",
     ),
-    "byte-level, normalizer": lambda folder: _whole(folder, byte_level_bpe([END], normalizer=normalizers.NFKC()), eos_token=END),
     "lowercase beside vocab.json": lowercase,
     "flags of added tokens": lambda folder: resaved(
         folder, [AddedToken("port", single_word=True), AddedToken("<bot>", rstrip=True), AddedToken("<l>", lstrip=True), "odel"]
@@ -196,20 +192,6 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "BERT": bert,
     "BERT in config.json": lambda folder: bert(folder, "BertTokenizerFast", "config.json"),
     "T5": lambda folder: pieces(folder, "T5Tokenizer", trainer=T5, extra_ids=0, bos_token="<s>", eos_token="</s>"),
-    "GPT-SW3": lambda folder: pieces(
-        folder,
-        "GPTSw3Tokenizer",
-        "bpe",
-        {
-            "vocab_size": 500,
-            "byte_fallback": True,
-            "pad_id": 3,
-            "user_defined_symbols": ["<|javascript|>"],
-            "control_symbols": [END],
-        },
-        eos_token=END,
-        additional_special_tokens=["<bot>"],
-    ),
     "Unigram": unigram,
     "characters": characters,
 }
