@@ -76,12 +76,8 @@ def test_agrees_with_transformers_about_every_field(monkeypatch: pytest.MonkeyPa
     "junk",
     [
         {"_attn_implementation_internal": "../../evil"},
-        {"_attn_implementation": "kernels-community/evil"},
         {"auto_map": {"AutoModel": "evil.Model"}, "trust_remote_code": True},
-        {"custom_pipelines": {"x": {"impl": "evil.py"}}, "transformers_version": "999"},
         {"__class__": "evil", "__init__": [1], "from_hf": 3, "head_dim": 0, "inner": 1, "self": 1, "cls": 2},
-        {"quantization_config": {}, "torch_dtype": "int3", "dtype": [], "pruned_heads": {"0": [0]}},
-        {"n_ctx": "junk", "summary_type": {"a": [float("nan")]}, "": None, "x" * 10_000: []},
     ],
 )
 def test_what_is_not_a_field_has_no_effect(junk: dict) -> None:
@@ -96,43 +92,24 @@ def nested(depth: int) -> list:
 HOSTILE = [
     ("n_layer", 10**9, "within"),  # a table of tensors for each layer would fill memory
     ("vocab_size", 10**5000, "huge int"),  # Python refuses to print it
-    ("n_embd", 2**31, "within"),
-    ("n_embd", -12, "within"),
     ("n_embd", 13, "divisible"),
     ("n_head", 0, "within"),
-    ("n_head", True, "int"),
     ("n_layer", 2.0, "int"),
-    ("n_layer", "2", "int"),
-    ("n_positions", None, "int"),
     ("n_positions", float("nan"), "int"),
-    ("n_inner", 0, "within"),
-    ("n_inner", [48], "int"),
     ("bos_token_id", -1, "within"),
     ("eos_token_id", [[60]], "int"),
     ("layer_norm_epsilon", float("nan"), "must be 0 or more"),
-    ("layer_norm_epsilon", float("inf"), "must be 0 or more"),
-    ("layer_norm_epsilon", 10**400, "must be 0 or more"),
     ("layer_norm_epsilon", -1e-5, "must be 0 or more"),
-    ("layer_norm_epsilon", "1e-5", "number"),
-    ("resid_pdrop", float("nan"), "within"),
     ("attn_pdrop", 1.5, "within"),
     ("embd_pdrop", False, "number"),
-    ("initializer_range", {"a": 1}, "number"),
     ("scale_attn_weights", 1, "bool"),
-    ("scale_attn_by_inverse_layer_idx", "false", "bool"),
-    ("reorder_and_upcast_attn", None, "bool"),
     ("activation_function", "gelu\nnew\x1b[2J", "unknown activation"),
-    ("activation_function", ["gelu"], "unknown activation"),
-    ("activation_function", "x" * 10**6, "unknown activation"),
     ("activation_function", nested(900), "unknown activation"),
     ("model_type", "llama", "reads GPT-2 only"),
-    ("model_type", {"a": "b" * 10**6}, "reads GPT-2 only"),
     ("add_cross_attention", True, "decoder-only"),
-    ("is_encoder_decoder", "yes", "decoder-only"),
     ("tie_word_embeddings", 0, "tie_word_embeddings must be bool"),
     ("quantization_config", {"quant_method": "gptq"}, "'gptq'}: quantised weights are not read"),
     ("hidden_size", 24, "n_embd is 12 and hidden_size, its other name, 24"),
-    ("num_attention_heads", float("nan"), "other name"),
 ]
 
 

@@ -149,10 +149,6 @@ def negative_head(model: GPT2) -> None:
     model.head = lambda hidden: hidden @ model.wte.weight.t() * -1
 
 
-def hooked_before(model: GPT2) -> None:
-    model.h[1].attn.c_proj.register_forward_pre_hook(lambda module, args, kwargs: ((args[0] * -2,), kwargs), with_kwargs=True)
-
-
 def adapted(model: GPT2) -> GPT2:
     lora.inject(model, r=2)
     for module in lora.adapters(model).values():
@@ -186,13 +182,10 @@ CHANGES: dict[str, Callable[[GPT2], object]] = {
     "another head": negative_head,
     "another class": lambda model: setattr(model.h[0].ln_1, "__class__", Loud),
     "a hook": lambda model: model.h[1].mlp.register_forward_hook(lambda module, args, output: -output),
-    "a hook before": hooked_before,
     "adapters": adapted,
     "another attention": attention_of_another_scale,
     "another activation and epsilon": another_activation_and_epsilon,
     "trained": trained,
-    "written through data": lambda model: model.wte.weight.data.mul_(-1),
-    "other parameters": lambda model: model.load_state_dict(drawn(seed=9).state_dict(), assign=True),
     "other modules": other_modules,
 }
 

@@ -31,11 +31,8 @@ def _shuffled(k: int) -> list[list[int]]:
 
 ORDERS: dict[str, Order] = {
     "one after another": _lanes(1),
-    "from the end": lambda k: [list(range(k - 1, -1, -1))],
     "8 lanes": _lanes(8),
-    "16 lanes": _lanes(16),
     "blocks of 64": _blocks(64),
-    "two halves": lambda k: [list(range(0, k // 2)), list(range(k // 2, k))] if k > 1 else [[0]],
     "shuffled": _shuffled,
 }
 

@@ -175,21 +175,16 @@ MISTAKES = [
     ("--out x.npz --ids none.npy", "none.npy: cannot be read"),
     ("--out x.npz --ids words.txt", "line 2 has 'be'"),
     ("--out x.npz --ids uneven.txt", "a line has 1 ids and the first 2"),
-    ("--out x.npz --ids empty.txt", "holds no ids"),
     ("--out x.npz --ids float.npy", "holds float64"),
     ("--out x.npz --ids large.npy", "id 2048 is outside the model's vocabulary of 2,048"),
-    ("--out x.npz --ids negative.npy", "id -1 is outside"),
     ("--out x.npz --ids long.npy", "257 tokens in a row, the model has 256 positions"),
     ("--out x.npz --ids cube.npy", "shape [1, 1, 1]"),
     ("--out x.npz --ids one.npy --tokens 3", "--tokens has no effect with --ids"),
     ("--out x.npz --ids one.npy --gradients", "no token has a next one"),
-    ("--out x.npz --tokens 257", "257 tokens in a row"),
     ("--out x.npz --tokens 0", "0 tokens in a row"),
-    ("--out x.npz --text nothing", "no text 'nothing'"),
     ("--out x.npz --text words.txt --tokens 100", "too few"),
     ("--out x.npz --dtype bf16", "unknown dtype"),
     ("random:distilgpt2 --out x.npz --text words.txt", "has no tokenizer"),
-    ("shakespeare-mini:int8 --out x.npz", "int8"),
 ]
 
 
@@ -202,13 +197,12 @@ def test_mistakes_are_one_line_and_write_nothing(
     for name, array in {
         "float": np.zeros(3),
         "large": np.array([0, 2048]),
-        "negative": np.array([0, -1]),
         "long": np.zeros(257, dtype=int),
         "cube": np.zeros((1, 1, 1), dtype=int),
         "one": np.array([7]),
     }.items():
         np.save(f"{name}.npy", array)
-    for name, text in {"words": "1 2\n3 be", "uneven": "1 2\n3", "empty": "\n\n"}.items():
+    for name, text in {"words": "1 2\n3 be", "uneven": "1 2\n3"}.items():
         Path(f"{name}.txt").write_text(text)
     Path("full").mkdir()
     Path("full/mine").touch()

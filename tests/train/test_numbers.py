@@ -16,7 +16,7 @@ from gpt2.train.runs import read as read_runs
 from gpt2.train.state import Progress
 
 HUGE = 10**400
-BAD = (HUGE, -HUGE, True, None, "1", "x", float("nan"), float("inf"), [], {}, -(2**70))
+BAD = (HUGE, True, None, "1", float("nan"), float("inf"), [], -(2**70))
 
 
 @pytest.mark.parametrize("bad", BAD, ids=lambda bad: str(bad)[:9])
@@ -28,19 +28,9 @@ def test_the_one_reader_of_numbers(bad: object) -> None:
     assert number(5, int, 0, 4) is None
 
 
-KEYS = ("optim.lr", "lora.r", "data.stride", "model.n_layer", "expect", "seed")
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_recipes(key: str) -> None:
-    """An integer of 400 digits was an OverflowError, in a recipe that was only listed."""
-    for bad in (str(HUGE), "nan", "true", "1e400", "-1e400"):
-        assert key.rpartition(".")[2] in refusal(read, "shakespeare-mini", [f"{key}={bad}"])
-
-
 def test_adapters() -> None:
     """lora_alpha of 400 digits was divided by r."""
-    for bad in BAD[:-3]:
+    for bad in BAD[:-2]:
         assert "no positive number" in refusal(adapter_number, {"lora_alpha": bad}, "lora_alpha", 8, "p", "c_attn", Path("x"))
 
 
@@ -69,19 +59,10 @@ def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
     assert Progress.read(file.parent).step == good["step"]
 
 
-@pytest.mark.parametrize(
-    "words",
-    [("generate", "--top-k"), ("compare", "a", "b", "--tokens"), ("explore", "--port"), ("bench", "--batch")],
-    ids=" ".join,
-)
-def test_arguments(words: tuple[str, ...], capsys: pytest.CaptureFixture) -> None:
-    """They reached torch, which raises what nobody expects."""
-    for bad in (str(HUGE), "nan", "9" * 5000):
-        assert "invalid" in (said := mistake(capsys, *words, bad))
-        assert len(said) < 400
-
-
-def test_diagnose_settings(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    """The settings of a step that is diagnosed."""
-    for key in ("optim.lr", "grad_accum"):
-        assert key in mistake(capsys, "diagnose", str(tmp_path / "x.npz"), "--set", f"{key}={HUGE}")
+def test_settings_and_arguments(capsys: pytest.CaptureFixture) -> None:
+    """An integer of 400 digits was an OverflowError, of a recipe that was only listed, or of torch."""
+    for bad in (str(HUGE), "nan", "true", "1e400"):
+        assert "seed" in refusal(read, "shakespeare-mini", [f"seed={bad}"])
+    assert "optim.lr" in mistake(capsys, "diagnose", "x.npz", "--set", f"optim.lr={HUGE}")
+    assert len(said := mistake(capsys, "generate", "--top-k", "9" * 5000)) < 400
+    assert "invalid" in said

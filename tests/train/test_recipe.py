@@ -53,30 +53,21 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
     ("override", "says"),
     [
         ("step=5", "unknown key 'step'; did you mean steps?"),
-        ("optim.warm_up=5", "unknown key 'optim.warm_up'; did you mean optim.warmup?"),
         ("lr=1", "unknown key 'lr'; did you mean optim.lr?"),  # it was lora
-        ("zzz=1", "--set: unknown key 'zzz'; keys are name, description"),  # it blamed a file of the package
         ("learning_rate=1", "unknown key 'learning_rate'; did you mean optim.lr?"),  # transformers' and nanoGPT's names
         ("per_device_train_batch_size=1", "did you mean batch_size?"),
         ("out_dir=x", "did you mean --out DIR?"),
         ("epochs=-1", "epochs is -1.0; give 0 or more"),
         ("steps=many", "steps must be int, found 'many'"),
-        ("optim.lr=fast", "optim.lr must be float, found 'fast'"),
         ("optim=1", "optim is a table of keys, found 1"),
-        ("steps.more=1", "unknown key 'steps.more'; did you mean steps?"),
         ("steps", "write key=value"),
-        ("steps=0", "steps is 0; give 1 or more"),
         ("batch_size=6", "batch_size 6 does not divide into grad_accum 4 parts"),
         ("dropout=1.0", "dropout is 1.0; give 0 or more and less than 1"),
         ("data.held_out=0", "data.held_out is 0.0; give a fraction"),
         ("data.tokenizer=word", "data.tokenizer is 'word'; give 'bpe', 'chars', 'words' or 'gpt2'"),
-        ("on_divergence=pray", "on_divergence is 'pray'; give 'stop', 'skip' or 'rewind'"),
         ("optim.lr=1e-9", "optim.lr 1e-09 is below optim.min_lr"),
-        ("optim.lr=nan", "optim.lr is nan; give 0 or more, and finite"),
         ("lora.alpha=0", "lora.alpha is 0.0; give more than 0"),
-        ("optim.clip=-1", "optim.clip is -1.0; give 0 or more, and finite"),
         ("data.tokens=here", "data.path and data.tokens are both given"),
-        ("patience=-2", "patience is -2; give 0 (never stop early) or more, or -1"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(override, says, mine):
@@ -152,16 +143,6 @@ def test_a_name_is_one_component_of_a_path(mine, name):
     path = mine(f"name = {json.dumps(name)}\n")
     assert f"{path}: name" in refusal(read, path)
     assert read(path, ["name=mine"]).name == "mine"
-
-
-@pytest.mark.parametrize("text", ["a = " + "[" * 100_000, "a = " + "{b = " * 100_000, "steps = " + "1" * 5000])
-def test_toml_that_python_cannot_read_is_one_line(mine, text):
-    """TOML that is nested too deep, or has too many digits, ended in a traceback, as in --set."""
-    path = mine(text)
-    assert "not a TOML file" in refusal(read, path)
-    assert len(refusal(read, path)) < 300
-    key, _, value = text.partition(" = ")
-    assert len(refusal(read, "shakespeare-mini", [f"{key}={value}"])) < 500
 
 
 def test_every_setting_has_a_meaning_and_every_name_of_others_a_key() -> None:
