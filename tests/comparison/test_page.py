@@ -214,21 +214,12 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
         browser.close()
 
 
-def test_an_axis_within_one_power_of_ten_has_numbers() -> None:
-    """Its labels were formulas for TeX, $\\mathdefault{6\\times10^{-1}}$, which nobody draws."""
-    errors = {"embed": 0.3, "h.0.mid": 0.5, "h.0": 0.4, "h.1.mid": 0.7, "h.1": 0.6}
-    for drawn in errors_by_layer("layers", [("stream", B, list(errors.items()))], 1e-3).split(NARROW):
-        assert "mathdefault" not in drawn
-        assert "0.4" in re.findall(r">([^<>]+)</text>", drawn)
-    for drawn in errors_by_layer("layers", [("stream", B, list(errors.items()))], 0.02).split(NARROW):  # a longer axis
-        assert {"0.1", "0.01"} & set(labels := re.findall(r">([^<>]+)</text>", drawn))
-        assert "0.09" not in labels
-
-
-@pytest.mark.parametrize("top", [0.02, 0.2, 2.0, 20.0, 2e6])
+@pytest.mark.parametrize("top", [0.02, 0.2, 2.0, 2e6])
 def test_a_logarithmic_axis_has_three_labels(top: float) -> None:
-    """One of two decades had two labels, from which no value between can be read; one within a decade had none."""
+    """One of two decades had two labels, one within a decade had formulas for TeX, $\\mathdefault{6\\times10^{-1}}$."""
     errors = [("embed", 0.011), ("h.0.mid", 0.012), ("h.0", top)]
     for drawn in errors_by_layer("layers", [("stream", B, errors)]).split(NARROW):
+        assert "mathdefault" not in drawn
         labels = [text for text in re.findall(r">([^<>\n]+)</text>", drawn) if re.fullmatch(r"[\d.e+]+|10[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", text)]
         assert len(labels) >= 3, labels
+        assert "0.09" not in labels

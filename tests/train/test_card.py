@@ -65,15 +65,6 @@ def test_names_and_samples_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -
     assert plan(folder / "best", "me/x").content[CARD].count(b"me/x") == text.count("OWNER/NAME")  # not taken for edited
 
 
-def test_the_user_s_own_text_is_not_called_shakespeare(run: Path) -> None:
-    """A text given as "." has no name: the card said that it was Shakespeare's."""
-    recipe = json.loads((run / "recipe.json").read_text())
-    (run / "recipe.json").write_text(json.dumps(recipe | {"data": recipe["data"] | {"path": "."}}))
-    record = record_of(run)
-    assert record is not None
-    assert (record.training.text, record.training.dataset) == ("a folder of texts", None)
-
-
 def test_what_is_no_run_is_named_as_none(run: Path) -> None:
     """A recipe that is no object was a traceback."""
     for held in ("[]", "{}", "3"):

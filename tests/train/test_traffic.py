@@ -68,12 +68,7 @@ def test_ddp_exchanges_gradients_once_however_many_parts() -> None:
     found = job(2, Traced("ddp", 3))[0]
     assert [name for name, _ in found] == ["all_reduce"]
     assert 2 * sent(found) == traffic(CONFIG, 2, "ddp", 3) == 4 * CONFIG.num_parameters()
-
-
-@pytest.mark.slow
-def test_the_control_of_that() -> None:
-    """Negative control: parts that all exchange their gradients must be counted."""
-    assert [name for name, _ in job(2, Traced("ddp", 3, broken=True))[0]] == ["all_reduce"] * 3
+    assert [name for name, _ in job(2, Traced("ddp", 3, broken=True))[0]] == ["all_reduce"] * 3  # the control
 
 
 @pytest.mark.slow
