@@ -19,7 +19,7 @@ EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune, on a play that neither has seen
   gpt2 compare shakespeare-mini out/macbeth/best --html report.html    the same as one HTML page
   gpt2 compare gpt2 hf/gpt2                                  our implementation and transformers', the same weights
-  gpt2 compare gpt2 gpt2:bf16                                two dtypes, both also compared with float64
+  gpt2 compare gpt2 gpt2:bf16                                what another dtype changes
   gpt2 compare gpt2 gpt2-medium --on wikitext2:stride=512    two sizes, on a text with its protocol
   gpt2 compare shakespeare-mini --attention "To be, or not to be" --html heads.html
   gpt2 compare out/step-1000 out/step-2000 --on my.txt --json -

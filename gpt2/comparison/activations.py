@@ -35,16 +35,11 @@ class ActivationChange:
 
 @dataclass(frozen=True)
 class Activations:
-    """Every point in the order of computation, on ``tokens`` tokens of the text.
-
-    Models of different widths have no points, but ``cka``: row i, column j is the similarity of the streams after block i of a
-    and block j of b, embeddings first (linear CKA, Kornblith et al., arXiv:1905.00414); 1 means equal up to rotation and scale.
-    """
+    """Every point in the order of computation, on ``tokens`` tokens of the text."""
 
     tokens: int
     threshold: float
     points: tuple[ActivationChange, ...]
-    cka: tuple[tuple[float, ...], ...]
 
     @property
     def first_past(self) -> ActivationChange | None:
@@ -52,35 +47,17 @@ class Activations:
         return next((point for point in self.points if not point.error <= self.threshold), None)
 
 
-@dataclass(frozen=True)
-class Numerics:
-    """Rounding errors of two runs of the same weights, measured against a float64 run of our model.
-
-    ``points`` are (traced point, relative error of a, relative error of b). ``logits`` are (description, relative error) for
-    our model with fused and with eager attention, in each side's dtype.
-    """
-
-    points: tuple[tuple[str, float, float], ...]
-    logits: tuple[tuple[str, float], ...]
-
-
 def compare_activations(
-    a: Blocks, b: Blocks, ids: Tensor, *, same_shape: bool, threshold: float = THRESHOLD, progress: Progress = silent
+    a: Blocks, b: Blocks, ids: Tensor, *, threshold: float = THRESHOLD, progress: Progress = silent
 ) -> Activations:
-    """Compare two models, given by the functions that trace them, over (1, T) ``ids``, block by block.
-
-    By subtraction if ``same_shape``, else by CKA.
-    """
-    if not same_shape:
-        streams = [_streams(blocks, ids, progress) for blocks in (a, b)]
-        return Activations(ids.numel(), threshold, (), tuple(tuple(_cka(x, y) for y in streams[1]) for x in streams[0]))
+    """Compare two models of one shape, given by the functions that trace them, over (1, T) ``ids``, block by block."""
     points, nothing = [], Recorded()
     for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):
         if not (block_a and block_b):
             raise InputError("activations: one model has more blocks than the other; compare two with the same number of layers")
         progress(f"activations: {next(reversed(block_a))}")
         points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
-    return Activations(ids.numel(), threshold, tuple(points), ())
+    return Activations(ids.numel(), threshold, tuple(points))
 
 
 def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
@@ -94,21 +71,3 @@ def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
     x, y = a.double().flatten(), b.double().flatten()
     angle = cosine(float(x @ y), float(x @ x), float(y @ y))
     return ActivationChange(name, layer_of(name), error, max_abs(a, b), sqnr, angle)
-
-
-def _streams(blocks: Blocks, ids: Tensor, progress: Progress) -> list[Tensor]:
-    """Return the centred Gram matrices (T, T) of the stream after the embeddings and after each block."""
-    grams = []
-    for block in blocks(ids):
-        name = next(reversed(block))
-        if name == "logits":
-            continue
-        progress(f"activations: {name}")
-        x = block[name].double().flatten(0, -2)
-        x = x - x.mean(0)
-        grams.append(x @ x.t())
-    return grams
-
-
-def _cka(x: Tensor, y: Tensor) -> float:
-    return float((x * y).sum()) / math.sqrt(float((x * x).sum()) * float((y * y).sum()))

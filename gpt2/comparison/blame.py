@@ -15,7 +15,6 @@ import math
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +22,6 @@ from torch import Tensor
 from torch.func import functional_call
 
 from gpt2.checkpoint.keys import head_name, layer
-from gpt2.comparison import charts
 from gpt2.comparison.distributions import gain
 from gpt2.comparison.sides.side import Read
 from gpt2.config import GPT2Config
@@ -81,22 +79,21 @@ class Blame:
             yield Section(title, note)
             yield Section(note="every tensor is the same: no part of b carries anything")
             return
-        yield _table(self.parts, self.parts, title, note)
+        yield _table(self.parts, title, note)
         if len(self.halves) > 1:
-            yield _table(sorted(self.halves, key=lambda part: -part.alone.value)[:8], self.halves)
+            yield _table(sorted(self.halves, key=lambda part: -part.alone.value)[:8])
         measured = f"all of b's weights in a: KL {self.whole.text('.3g')}"
         yield Section(note=dim(f"{measured}; {self.tokens:,} tokens, {self.passes:.0f} forward passes"))
 
 
-def _table(parts: Sequence[Part], drawn: Sequence[Part], title: str = "", note: str | None = None) -> Section:
+def _table(parts: Sequence[Part], title: str = "", note: str | None = None) -> Section:
     ordered, longest, rows = any(part.in_order for part in parts), max(part.alone.value for part in parts), []
     for part in parts:
         bar = "█" * round(BAR * part.alone.value / longest) if 0 < longest < math.inf and part.alone.value > 0 else ""
         cells = f"{part.alone.value:.3g}", part.alone.span(".1e", ".."), f"{part.gain.value:+.1e}"
         rows.append([part.name, bar or "·", *cells, *([f"{part.in_order.value:.3g}"] if part.in_order else [])])
     columns = "part of b in a", "", "KL alone", "95 %", "log-prob.", *(["in order"] if ordered else [])
-    chart = partial(charts.part_bars, [(part.name, part.alone, part.in_order) for part in drawn], "blame" if title else "halves")
-    return Section(title, note, columns, rows, chart)
+    return Section(title, note, columns, rows)
 
 
 def part_name(name: str) -> str:

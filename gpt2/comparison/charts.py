@@ -1,4 +1,4 @@
-"""Draw the charts of a comparison's page: errors by layer, tokens by KL, parts, quality against size, shaded texts and tables."""
+"""Draw the pictures of a comparison's page: errors by layer, shaded texts and tables."""
 
 from __future__ import annotations
 
@@ -7,46 +7,39 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from gpt2.measure.estimates import Estimate
 from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.tracing import layer_of
-from gpt2.pages.drawing import INK, LEVELS, MUTED, NARROW, RULE, WIDE, A, B, both, logarithmic, shade
+from gpt2.pages.drawing import INK, LEVELS, MUTED, RULE, B, both, logarithmic, shade
 from gpt2.pages.rendering import number, percent, readable, visible
 from gpt2.pages.reports import Column, Section, Styled, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-    from gpt2.comparison.distributions import Divergence
     from gpt2.comparison.weights import TensorChange
     from gpt2.comparison.words import Word
 
-DASHED: Any = (0, (4, 3))
-ROW = 0.27  # inches of a bar and the space around it
-Errors = Sequence[tuple[str, float]]  # (traced point, relative error), in the order of computation
 
+def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> str:
+    """Draw (traced point, relative error) in the order of computation, wide and narrow; nothing if no error is above 0.
 
-def _finite(value: float) -> float:
-    return value if math.isfinite(value) else math.nan
-
-
-def _legend(axes: Axes, columns: int = 2) -> None:
-    axes.figure.legend(loc="outside upper left", ncols=columns, handlelength=1.4, columnspacing=1.6, borderpad=0)
-
-
-def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], threshold: float | None = None) -> str:
-    """Draw relative errors at each traced point, as (label, colour, errors), wide and narrow; nothing if none is above 0.
-
-    A ``threshold`` is drawn where it is near, and then the branches of the blocks too.
+    A dot is a point; lines run along the stream and along each branch. The ``threshold`` is drawn where it is near.
     """
-    shown = [each for each in lines if any(math.isfinite(error) and error > 0 for _, error in each[2])]
-    what = "Distance from float64" if threshold is None else "Relative error"
+    value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
+    places = {point: place for place, point in enumerate(value)}
+    stream = [point for point in value if point == "embed" or (point.startswith("h.") and point.count(".") == 1)]
+    lines: list[tuple[str, list[str], str, Any, float, str]] = [("stream", stream, B, "-", 2.2, "o")]
+    for part, name, style, marker in (("attn", "attention output", "-", "s"), ("mlp", "mlp output", (0, (3, 2)), "D")):
+        lines.append((name, [point for point in value if point.endswith(f"{part}.c_proj")], INK, style, 1.1, marker))
 
     def draw(axes: Axes, wide: bool) -> None:
-        for label, colour, errors in shown:
-            _by_point(axes, errors, colour, label, branches=threshold is not None)
+        axes.plot(list(places.values()), list(value.values()), ".", color=MUTED, markersize=3, alpha=0.5)
+        for text, points, ink, style, width, marker in lines:
+            look: Any = {"color": ink, "linewidth": width, "linestyle": style, "markersize": 4.5 if width > 2 else 3.2}
+            look["marker"] = "" if len(errors) > 300 else marker
+            axes.plot([places[point] for point in points], [value[point] for point in points], label=text, **look)
         layers: dict[int, list[int]] = {}
-        for place, (point, _) in enumerate(shown[0][2]):
+        for place, point in enumerate(value):
             if (layer := layer_of(point)) is not None:
                 layers.setdefault(layer, []).append(place)
         step = math.ceil(len(layers) / (26 if wide else 9))
@@ -55,124 +48,15 @@ def errors_by_layer(name: str, lines: Sequence[tuple[str, str, Errors]], thresho
         axes.tick_params(axis="x", length=0)
         for inside in layers.values():
             axes.axvline(inside[0] - 0.5, color=RULE, linewidth=0.8)
-        axes.set(xlim=(-1, len(shown[0][2])), yscale="log", ylabel=what.lower())
+        axes.set(xlim=(-1, len(errors)), yscale="log", ylabel="relative error")
         low, high = axes.get_ylim()
-        if threshold is not None and low / 30 < threshold < high * 30:
-            axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=DASHED, label=f"threshold {threshold:g}")
+        if low / 30 < threshold < high * 30:
+            axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {threshold:g}")
         logarithmic(axes, "y")
-        _legend(axes, 5 if wide else 2)
+        legend: Any = {"ncols": 5 if wide else 2, "handlelength": 1.4, "columnspacing": 1.6, "borderpad": 0}
+        axes.figure.legend(loc="outside upper left", **legend)
 
-    return both(name, f"{what} by layer", draw) if shown else ""
-
-
-def _by_point(axes: Axes, errors: Errors, colour: str, label: str, branches: bool) -> None:
-    """Plot a dot per point and a line along the stream, and one along each branch."""
-    places = {point: place for place, (point, _) in enumerate(errors)}
-    value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
-    axes.plot(list(places.values()), list(value.values()), ".", color=MUTED if branches else colour, markersize=3, alpha=0.5)
-    stream = [point for point in places if point == "embed" or (point.startswith("h.") and point.count(".") == 1)]
-    lines: list[tuple[str, list[str], str, Any, float, str]] = [(label, stream, colour, "-", 2.2, "o")]
-    for part, style, marker in (("attn", "-", "s"), ("mlp", (0, (3, 2)), "D")) if branches else ():
-        branch = [point for point in places if point.endswith(f"{part}.c_proj")]
-        lines.append(("attention output" if part == "attn" else "mlp output", branch, INK, style, 1.1, marker))
-    for text, points, ink, style, width, marker in lines:
-        look: Any = {"color": ink, "linewidth": width, "linestyle": style, "markersize": 4.5 if width > 2 else 3.2}
-        marker = "" if len(errors) > 300 else marker
-        axes.plot([places[point] for point in points], [value[point] for point in points], label=text, marker=marker, **look)
-
-
-def kl_by_token(kl_ab: Divergence, kl_ba: Divergence) -> str:
-    """Draw how many tokens have each KL, for the upper eight decades, with the median and the 99th percentile."""
-    if not (kl_ab.histogram or kl_ba.histogram):
-        return ""
-    least = max(high for each in (kl_ab, kl_ba) for _, high, _ in each.histogram) / 1e8
-
-    def draw(axes: Axes, wide: bool) -> None:
-        for each, colour, filled, label in ((kl_ab, B, True, "KL(A‖B)"), (kl_ba, INK, False, "KL(B‖A)")):
-            if bins := [bar for bar in each.histogram if bar[0] >= least]:
-                edges = [bins[0][0], *(high for _, high, _ in bins)]
-                alpha, width = (0.75, 0) if filled else (None, 1.1)
-                axes.stairs([n for *_, n in bins], edges, fill=filled, label=label, color=colour, alpha=alpha, linewidth=width)
-        logarithmic(axes, "x")
-        top = axes.get_ylim()[1] * 1.12
-        axes.set_ylim(0, top)
-        for text, key, side, at in (("median", "50", "right", -3), ("99 %", "99", "left", 3)):
-            if least <= (value := kl_ab.percentiles[key]) <= 1e8 * least:
-                axes.axvline(value, color=MUTED, linewidth=0.9, linestyle=DASHED)
-                place: Any = {"xytext": (at, -3), "textcoords": "offset points", "ha": side, "va": "top"}
-                axes.annotate(text, (value, top), fontsize=7.5, color=MUTED, **place)
-        axes.set(xlabel="KL of a token, nats", ylabel="tokens")
-        _legend(axes)
-
-    return both("histogram", "How many tokens have which divergence", draw)
-
-
-def part_bars(parts: Sequence[tuple[str, Estimate, Estimate | None]], name: str) -> str:
-    """Draw the KL of each part alone with its interval, and as a line the KL with all parts before it; wide and narrow."""
-
-    def draw(axes: Axes, wide: bool) -> None:
-        places = range(len(parts))
-        values = [_finite(alone.value) for _, alone, _ in parts]
-        below = [max(0.0, value - _finite(alone.low)) for value, (_, alone, _) in zip(values, parts, strict=True)]
-        above = [max(0.0, _finite(alone.high) - value) for value, (_, alone, _) in zip(values, parts, strict=True)]
-        error = {"ecolor": INK, "elinewidth": 1.1, "capsize": 2}
-        axes.barh(places, values, height=0.62, color=B, alpha=0.75, xerr=[below, above], error_kw=error, label="alone")
-        steps = [_finite(in_order.value) for *_, in_order in parts if in_order is not None]
-        if len(steps) == len(parts) > 1:
-            axes.plot(steps, places, color=A, linewidth=1.6, marker="o", markersize=4, label="with all before it")
-            _legend(axes)
-        axes.set_yticks(places, [part for part, *_ in parts])
-        axes.invert_yaxis()
-        axes.set_xlim(left=0)
-        axes.xaxis.set_major_formatter(lambda value, _: number(value, ".3g"))
-        axes.locator_params(axis="x", nbins=4)
-        axes.grid(False, axis="y")
-        axes.grid(True, axis="x")
-        axes.tick_params(axis="y", length=0)
-        axes.set_xlabel("KL, nats a token")
-
-    return both(name, "What each part of B carries", draw, ROW * len(parts) + 0.75, 0.8) if parts else ""
-
-
-def quality(points: Sequence[tuple[str, float, float, tuple[float, float]]], by_step: bool, bits_per: str) -> str:
-    """Draw (letter, place, bits, their interval) of several models, wide and narrow: against the size in MB, or the step.
-
-    Nothing if fewer than two models have a place on both axes.
-    """
-    if len(points) < 2:
-        return ""
-    across = {x: x if by_step else math.log(x) for _, x, *_ in points}
-    width = max(across.values()) - min(across.values()) or 1.0
-    height = max(bits for _, _, bits, _ in points) - min(bits for _, _, bits, _ in points) or 1.0
-    labels: dict[tuple[float, float], str] = {}  # models near one another have one label
-    for letter, x, bits, _ in points:
-        near = [at for at in labels if abs(across[at[0]] - across[x]) < 0.05 * width and abs(at[1] - bits) < 0.07 * height]
-        at = near[0] if near else (x, bits)
-        labels[at] = f"{labels[at]} {letter}" if near else letter
-
-    def draw(axes: Axes, wide: bool) -> None:
-        for letter, place, bits, span in reversed(points):  # the first one on top
-            colour = A if letter in ("A", "1") else B
-            if all(map(math.isfinite, span)):
-                axes.plot([place, place], span, color=colour, linewidth=1.2, alpha=0.6)
-            axes.plot([place], [bits], "o", color=colour, markersize=6)
-        for at, text in labels.items():
-            axes.annotate(text, at, xytext=(7, 4), textcoords="offset points", color=INK)
-        if by_step:
-            axes.locator_params(axis="x", integer=True, min_n_ticks=1)
-            axes.plot([place for _, place, *_ in points], [bits for _, _, bits, _ in points], color=B, linewidth=1, alpha=0.5)
-        else:
-            axes.set_xscale("log")
-            ticks: list[float] = []
-            for place in sorted(across):
-                if not ticks or across[place] - across[ticks[-1]] > 0.6 / (WIDE if wide else NARROW)[0] * width:
-                    ticks.append(place)
-            axes.set_xticks(ticks, labels=[f"{place:.3g}" for place in ticks])
-            axes.set_xticks([], minor=True)
-        axes.margins(x=0.12, y=0.15)
-        axes.set(xlabel="training step" if by_step else "size, MB", ylabel=bits_per)
-
-    return both("quality", "Quality by training step" if by_step else "Quality against size", draw)
+    return "" if all(map(math.isnan, value.values())) else both("layers", "Relative error by layer", draw)
 
 
 def coloured(extracts: Sequence[tuple[str, Sequence[Word]]], scale: float, names: tuple[str, str]) -> str:

@@ -79,10 +79,6 @@ class Compatibility:
     impossible: dict[str, str]
 
     @property
-    def same_shape(self) -> bool:
-        return not {field for field, *_ in self.architecture} & {"n_layer", "n_embd", "n_head", "n_inner"}
-
-    @property
     def departures(self) -> tuple[str, ...]:
         """What makes b another program than a, whatever the weights: settings that change the function, and the tokenizer."""
         changed = [(field, {a, b}) for field, a, b in self.architecture if field in FUNCTION and field not in ROUNDING]
@@ -140,6 +136,8 @@ def compatibility(
     rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
     if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:
         impossible["weights"] = f"the models differ in {', '.join(shapes)}"
+    if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"}:
+        impossible["activations"] = impossible["weights"]
     return Compatibility(differing, vocabularies, impossible | _of_other_tokens(vocabularies))
 
 

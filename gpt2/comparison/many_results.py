@@ -5,11 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from string import ascii_uppercase
 from typing import Any, ClassVar, NamedTuple
 
-from gpt2.comparison import charts
 from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
@@ -18,18 +16,6 @@ from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
 from gpt2.pages.reports import Column, Line, Printed, Section, as_json, bold, dim, numbers, yellow
-
-SIZES = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
-# What the GPT-2 paper reports of them, to stand beside what was measured, and how it measured: Radford et al., "Language Models
-# are Unsupervised Multitask Learners", 2019, table 3, zero-shot.
-PAPER: dict[str, dict[str, tuple[float, ...]]] = {
-    "wikitext2": {"perplexity": (29.41, 22.76, 19.93, 18.34)},
-    "lambada": {"perplexity": (35.13, 15.60, 10.87, 8.63), "accuracy": (0.4599, 0.5548, 0.6012, 0.6324)},
-}
-PROTOCOLS = {
-    "wikitext2": "detokenised by rules that were not published, and per original token",
-    "lambada": "the last word with a filter of stop words, whose list was not published",
-}
 
 
 @dataclass(frozen=True)
@@ -50,7 +36,6 @@ class Candidate:
     against: Distributions | None  # the first model is its a
     weights: float | None
     left_out: dict[str, str]
-    paper: dict[str, float]  # what the GPT-2 paper reports, by metric
     made_of: str = ""  # "A in q8_0": another one's weights, rounded
     rows: int = 0  # of the vocabulary more than the first model's
 
@@ -155,7 +140,7 @@ class Comparisons(Printed):
         return as_json({**vars(self), "letters": self.letters, "candidates": [each.figures for each in self.candidates]})
 
     def sections(self) -> Iterator[Section]:
-        """Yield the models, a row for each in every table, and the paper's figures."""
+        """Yield the models, a row for each in every table."""
         each = list(zip(self.letters, self.candidates, strict=True))
 
         def table(columns: Sequence[Column], cells: Callable[[Candidate], Sequence[str]], note: Line | None = None) -> Section:
@@ -169,17 +154,12 @@ class Comparisons(Printed):
             yield Section(note=made)
         yield Section(note=bold(self.best))
         yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
-        quality = partial(charts.quality, self._places(by_step), by_step, self.bits_per)
-        yield Section("Quality", "a line is the 95 % interval of the distance from A", chart=quality)
         yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Candidate.scores)
         yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Candidate.distances)
         if self.above_floor:
             yield Section(note=dim(self.above_floor))
         if any(one.last_words for one in self.candidates):
             yield table(numbers("last words right", "their perplexity"), Candidate.words)
-        if papers := self.beside_paper():
-            yield Section(columns=("", "", *numbers("measured", "GPT-2 paper, table 3")), rows=papers)
-            yield Section(note=dim(self.protocols))
         for letter, one in each:
             for whose, lacks, share in one.against.lacking(letter) if one.against else ():
                 yield Section(note=yellow(f"{lacks} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
@@ -190,35 +170,3 @@ class Comparisons(Printed):
             yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
         yield made_with(models, self.text, self.environment, self.seed)
         yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
-
-    def _places(self, by_step: bool) -> list[tuple[str, float, float, tuple[float, float]]]:
-        """Return letter, step or size in MB, bits per byte and their interval, of the models of which both are known."""
-        first, points = self.candidates[0].language.bits_per_byte.value, []
-        for letter, each in zip(self.letters, self.candidates, strict=True):
-            place, bits = (each.step if by_step else each.size), each.language.bits_per_byte.value
-            if place is not None and math.isfinite(bits):
-                span = (bits, bits) if each.against is None else (first + each.against.bits.low, first + each.against.bits.high)
-                points.append((letter, place if by_step else place / 1e6, bits, span))
-        return points
-
-    def beside_paper(self) -> list[tuple[str, str, str, str]]:
-        """Return the paper's figures of these models on this text: letter, metric, measured and reported."""
-        rows = []
-        for letter, each in zip(self.letters, self.candidates, strict=True):
-            here = each.last_words or each.language
-            for metric, value in each.paper.items():
-                form, found = {"perplexity": ".2f", "accuracy": ".2%"}[metric], getattr(here, metric, None)
-                rows += [] if found is None else [(letter, metric, f"{found.value:{form}}", f"{value:{form}}")]
-        return rows
-
-    @property
-    def protocols(self) -> str:
-        """How the text was measured, and how the paper did."""
-        told = PROTOCOLS.get(self.text.name.partition(":")[0], "")
-        return f"not the same protocol; measured: {self.text.told}; the paper: {told}"
-
-
-def paper_figures(model: str, text: str) -> dict[str, float]:
-    """Return what the paper reports of a model on a text, both by the names that compare takes; nothing for other names."""
-    name, task = model.removeprefix("hf/").partition(":")[0].rpartition("openai-community/")[2], text.partition(":")[0]
-    return {metric: row[SIZES.index(name)] for metric, row in PAPER.get(task, {}).items()} if name in SIZES else {}

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
-from gpt2.comparison.activations import Activations, Numerics, compare_activations
+from gpt2.comparison.activations import Activations, compare_activations
 from gpt2.comparison.blame import Blame, find_blame
 from gpt2.comparison.cases import Cases, compare_cases
 from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, parameters_of_both
@@ -25,10 +24,8 @@ from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weig
 from gpt2.comparison.words import Words, compare_words
 from gpt2.errors import InputError
 from gpt2.measure.last_words import LastWord
-from gpt2.measure.metrics import Logits, Progress, relative_error
+from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import measure_pair
-from gpt2.measure.tracing import trace_blocks
-from gpt2.model import eager_attention, sdpa_attention
 
 TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
 
@@ -51,7 +48,6 @@ class Pair:
     distributions: Distributions | None = None
     weights: WeightChanges | None = None
     activations: Activations | None = None
-    numerics: Numerics | None = None
     words: Words | None = None
     cases: Cases | None = None
     floor: Floor | None = None
@@ -74,7 +70,7 @@ def measure(
 ) -> Pair:
     """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
     seed, progress, ids = settings.seed, settings.progress, passage.ids
-    weights = activations = numerics = distributions = words = logp = logp_a = floor = moved = None
+    weights = activations = distributions = words = logp = logp_a = floor = moved = None
     made_of = ""
     stored = _stored(a.side, b.side)
     if stored and Shown.WEIGHTS in parts and "weights" not in fit.impossible:  # before b takes memory
@@ -85,12 +81,8 @@ def measure(
             start = ids[None, : min(passage.windows.context, TRACED)]
             fit = _leaving_out(fit, a.side.left_out(start) | b.side.left_out(start))
             if "activations" not in fit.impossible:
-                blocks, alike = (a.side.blocks, b.side.blocks), fit.same_shape
-                activations = compare_activations(
-                    *blocks, start, same_shape=alike, threshold=settings.threshold, progress=progress
-                )
-                if stored and weights is not None and weights.same_numbers and a.side.name != b.side.name:
-                    numerics = _numerics((a.side, b.side), stored, start, progress)
+                blocks = a.side.blocks, b.side.blocks
+                activations = compare_activations(*blocks, start, threshold=settings.threshold, progress=progress)
         if Shown.WEIGHTS in parts and weights is None:
             fit, weights = _weights_of_modules(a, b, fit, progress)
         if "distributions" not in fit.impossible:
@@ -111,7 +103,7 @@ def measure(
     if stored and Shown.WEIGHTS not in parts and "weights" not in fit.impossible:  # of mapped files, whose pages are memory too
         moved, made_of = _moved(*stored, fit, progress)
     scores = fit, language, logp, logp_a, last_words, moved, made_of, distributions
-    return Pair(*scores, weights, activations, numerics, words, cases, floor)
+    return Pair(*scores, weights, activations, words, cases, floor)
 
 
 def blamed(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame | None:
@@ -183,30 +175,7 @@ def _weights_of_modules(
         found = compatibility(one.config, other.config, a.tokenizer, b.tokenizer)
     except InputError as error:
         return _leaving_out(fit, {"weights": str(error)}), None
-    impossible = {part: why for part, why in fit.impossible.items() if part != "weights"} | found.impossible
+    impossible = {part: why for part, why in fit.impossible.items() if part != "weights"}
+    impossible |= {part: why for part, why in found.impossible.items() if part == "weights"}
     fit = replace(fit, architecture=found.architecture, impossible=impossible)
     return fit, None if "weights" in impossible else _weights(one, other, progress)
-
-
-@torch.no_grad()
-def _numerics(sides: tuple[Side, Side], stored: tuple[Weights, Weights], ids: Tensor, progress: Progress) -> Numerics:
-    """Compare both sides with a float64 run of our model, on ids (1, T)."""
-    finer = max((each.checkpoint for each in stored), key=lambda checkpoint: checkpoint.dtype.itemsize)
-    points: list[tuple[str, float, float]] = []
-    exact: dict[str, Tensor] = {}
-    walks = trace_blocks(finer.load(torch.float64), ids), *(side.blocks(ids) for side in sides)
-    for exact, block_a, block_b in zip(*walks, strict=True):
-        progress(f"numerics: {next(reversed(exact))}")
-        if "logits" in exact:  # the vocabularies may be padded to different lengths
-            width = min(block["logits"].size(-1) for block in (exact, block_a, block_b))
-            exact, block_a, block_b = ({**block, "logits": block["logits"][..., :width]} for block in (exact, block_a, block_b))
-        points += [(name, relative_error(block_a[name], x), relative_error(block_b[name], x)) for name, x in exact.items()]
-    rows = []
-    for side in sides:
-        if (model := side.gpt2) is not None:
-            own = model.h[0].attn.attend
-            for kind, attend in (("fused", sdpa_attention), ("spelt out", eager_attention)):
-                logits = model.use_attention(attend)(ids)[..., : exact["logits"].size(-1)]
-                rows.append((f"{side.name}, attention {kind}", relative_error(logits, exact["logits"])))
-            model.use_attention(own)
-    return Numerics(tuple(points), tuple(rows))

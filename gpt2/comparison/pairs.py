@@ -14,7 +14,7 @@ import torch
 from gpt2.comparison.compatibility import Compatibility, require_same_function
 from gpt2.comparison.distributions import perplexity_ratio
 from gpt2.comparison.loaded import Loaded, alone
-from gpt2.comparison.many_results import Candidate, Comparisons, Ranked, paper_figures
+from gpt2.comparison.many_results import Candidate, Comparisons, Ranked
 from gpt2.comparison.pair import Pair, blamed, fit, measure
 from gpt2.comparison.passage import Passage, open_passage
 from gpt2.comparison.reference import require_name, saving
@@ -79,14 +79,14 @@ def compare_sides(
             Compatibility((), fits[0].vocabularies, heads_left_out(first.side)), language=own, logp=logp, last_words=last_words
         )
         rows = zip((first, *others), described, (whole, *pairs), steps, strict=True)
-        candidates = tuple(_candidate(first, *row, paper_figures(row[0].side.name, passage.scored.name)) for row in rows)
+        candidates = tuple(_candidate(first, *row) for row in rows)
         ranking, spent = _ranking(candidates, (whole, *pairs), settings.seed), sum(each.seconds for each in (first, *others))
         seconds = time.perf_counter() - started
         return Comparisons(candidates, passage.scored, env, settings.seed, seconds, spent, ranking=ranking, floor=floor)
     (pair,), (other,) = pairs, others
     left_out = pair.fit.impossible | first.rows_left_out | other.rows_left_out
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=settings.seed)
-    parts_of = ("distributions", "weights", "activations", "numerics", "words", "cases", "floor")
+    parts_of = ("distributions", "weights", "activations", "words", "cases", "floor")
     return Comparison(
         a=described[0],
         b=described[1],
@@ -102,12 +102,12 @@ def compare_sides(
     )
 
 
-def _candidate(first: Loaded, loaded: Loaded, model: Model, pair: Pair, step: int | None, paper: dict[str, float]) -> Candidate:
+def _candidate(first: Loaded, loaded: Loaded, model: Model, pair: Pair, step: int | None) -> Candidate:
     """Return what is said of one of several sides, the first one too."""
     side, speed = loaded.side, loaded.inputs / loaded.seconds if loaded.seconds else math.nan
     more = side.vocab_size - first.side.vocab_size if side.vocab_size and first.side.vocab_size else 0
     known = pair.language, pair.last_words, pair.distributions, pair.moved, pair.fit.impossible | loaded.rows_left_out
-    return Candidate(model, step, side.size, speed, *known, paper, pair.made_of, more)
+    return Candidate(model, step, side.size, speed, *known, pair.made_of, more)
 
 
 @torch.inference_mode()

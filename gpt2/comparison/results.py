@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from gpt2.comparison import charts
-from gpt2.comparison.activations import Activations, Numerics
+from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
@@ -24,9 +24,8 @@ from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
-from gpt2.pages.drawing import A, B, shade
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
-from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
+from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, yellow
 
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
@@ -47,7 +46,6 @@ class Comparison(Printed):
     alone: tuple[LanguageScore, ...]  # one per model, if the distributions cannot be compared
     words: Words | None
     last_words: LastWords | None
-    numerics: Numerics | None
     environment: Environment
     seed: int
     seconds: float
@@ -157,9 +155,7 @@ class Comparison(Printed):
         if self.weights is not None and not self.weights.same_numbers:
             yield _weights(self.weights)
         if self.activations is not None:
-            yield from _activations(self.activations)
-        if self.numerics is not None:
-            yield _numerics(self.numerics, names)
+            yield _activations(self.activations)
         if self.distributions is not None:
             yield from _distributions(self.distributions)
         if self.words is not None:
@@ -170,7 +166,6 @@ class Comparison(Printed):
             yield from self.blame.sections(", over the tokens that both have" * (found.vocabularies.verdict == "extended"))
         if self.weights is not None and self.weights.total.unchanged < 1:
             yield charts.heat(self.weights.tensors)
-            yield _families(self.weights)
         if examples := found.vocabularies.examples:
             rows = [(str(id), a or "", b or "") for id, a, b in examples]
             yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
@@ -223,7 +218,7 @@ class Comparison(Printed):
             departures = ", ".join(self.compatibility.departures)
             beside = f"another program: see {departures}" if departures else "nothing else"
             yield self.weights.summary((self.a.dtype, self.b.dtype), beside)
-        if self.activations is not None and self.activations.points:
+        if self.activations is not None:
             past = self.activations.first_past
             title = f"first past {self.activations.threshold:g}"
             yield title, past.point if past else "nowhere", f"{past.error:.2g}" if past else ""
@@ -250,42 +245,15 @@ def _weights(weights: WeightChanges) -> Section:
     return Section("Weights", "the ten with the largest relative change", titles, rows)
 
 
-def _families(weights: WeightChanges) -> Section:
-    rows = []
-    for each in (*weights.families, weights.total):
-        sizes = f"{each.distance:.2%}", f"{each.max_abs:.2g}", f"{each.cosine:.5f}", f"{each.unchanged:.1%}"
-        rows.append((each.family, f"{each.tensors}", *sizes))
-    columns = Column("kind of tensor, in all layers"), *numbers("tensors", "moved", "max", "cosine", "unchanged")
-    return Section(columns=columns, rows=rows, for_pages=True)
-
-
-def _activations(activations: Activations) -> Iterator[Section]:
-    """Yield the worst point of each block; of models of different widths the similarity of their geometry, on pages."""
-    if activations.points:
-        blocks = itertools.groupby(activations.points, lambda point: block_of(point.point))
-        worst = ((block, max(points, key=lambda point: point.error)) for block, points in blocks)
-        rows = [(block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:.0f} dB", f"{x.cosine:.6f}") for block, x in worst]
-        errors = [(point.point, point.error) for point in activations.points]
-        chart = partial(charts.errors_by_layer, "layers", [("stream", B, errors)], activations.threshold)
-        what = "relative error by block, at its worst point"
-        yield Section("Activations", what, ("where", "error", "at", "SQNR", "cosine"), rows, chart)
-    if activations.cka:
-        named = ["embed", *(f"h.{layer}" for layer in range(max(map(len, (activations.cka, activations.cka[0])))))]
-        cells: list[list[Line]] = [[Styled(f"{value:.2f}", f"s{shade(value)}") for value in row] for row in activations.cka]
-        similar = [[block, *row] for block, row in zip(named, cells, strict=False)]
-        what = "the widths differ: linear CKA of the streams, 1 for equal up to rotation and scale; rows are a's, columns b's"
-        columns = Column(), *numbers(*named[: len(activations.cka[0])])
-        yield Section("Activations", what, columns, similar, for_pages=True)
-
-
-def _numerics(numerics: Numerics, names: tuple[str, str]) -> Section:
-    blocks = itertools.groupby(numerics.points, lambda point: block_of(point[0]))
-    worst = ((block, *max(points, key=lambda point: max(point[1:]))) for block, points in blocks)
-    rows = [(block, f"{error_a:.1e}", f"{error_b:.1e}", part_of(name)) for block, name, error_a, error_b in worst]
-    rows += [("logits", f"{error:.1e}", "", description) for description, error in numerics.logits]
-    sides = [(point, a) for point, a, _ in numerics.points], [(point, b) for point, _, b in numerics.points]
-    chart = partial(charts.errors_by_layer, "numerics", list(zip(names, (A, B), sides, strict=True)))
-    return Section("Numerics", "distance from float64, by block, at its worst point", ("where", "a", "b", "at"), rows, chart)
+def _activations(activations: Activations) -> Section:
+    """Return the worst point of each block."""
+    blocks = itertools.groupby(activations.points, lambda point: block_of(point.point))
+    worst = ((block, max(points, key=lambda point: point.error)) for block, points in blocks)
+    rows = [(block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:.0f} dB", f"{x.cosine:.6f}") for block, x in worst]
+    errors = [(point.point, point.error) for point in activations.points]
+    chart = partial(charts.errors_by_layer, errors, activations.threshold)
+    what = "relative error by block, at its worst point"
+    return Section("Activations", what, ("where", "error", "at", "SQNR", "cosine"), rows, chart)
 
 
 def _distributions(both: Distributions) -> Iterator[Section]:
@@ -295,15 +263,10 @@ def _distributions(both: Distributions) -> Iterator[Section]:
     names = {"50": "median"} | {key: f"{key} %" for key in ("90", "95", "99", "99.9")}
     rows += [(name, *(f"{each.percentiles[key]:.3g}" for each in divergences)) for key, name in names.items()]
     rows += [("max", *(f"{each.max:.3g}" for each in divergences))]
-    chart = partial(charts.kl_by_token, both.kl_ab, both.kl_ba)
     titles = "", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon"
-    yield Section("Distributions", "per token, in nats; intervals are 95 %", titles, rows, chart)
-    yield Section(
-        note=f"top {both.top} overlap {both.overlap.value:.1%} · correlation of log-probabilities {both.correlation:.4f} · "
-        f"right token's probability {100 * both.change.mean.value:+.2f} percentage points on average, "
-        f"{100 * both.change.rms.value:.2f} RMS"
-    )
-    yield Section(note=f"calibration error {both.calibration_a.ece:.2%} → {both.calibration_b.ece:.2%}")
+    yield Section("Distributions", "per token, in nats; intervals are 95 %", titles, rows)
+    mean, rms = 100 * both.change.mean.value, 100 * both.change.rms.value
+    yield Section(note=f"right token's probability {mean:+.2f} percentage points on average, {rms:.2f} RMS")
 
 
 def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:

@@ -50,8 +50,7 @@ def _with_keywords(settings: Callable[P, Settings]) -> Callable[[Callable[..., C
 def compare(a: Given = DEFAULT, b: Given = f"hf/{DEFAULT}", *others: Given, **options: Any) -> Comparison | Comparisons:
     """Compare two models: weights, activations, distributions over a text, and generated words.
 
-    If both have the same weights and differ in dtype or implementation, each is also compared with a float64 run. With more than
-    two, each model is compared with the first, one after the other (:func:`gpt2.comparison.pairs.compare_sides`).
+    With more than two, each model is compared with the first, one after the other (:func:`gpt2.comparison.pairs.compare_sides`).
 
     Args:
         a, b, others: models in memory, each a ``GPT2``; names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix;

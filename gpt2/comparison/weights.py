@@ -6,10 +6,9 @@ that rounding alone could produce are not counted.
 
 from __future__ import annotations
 
-import functools
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,26 +29,21 @@ CHUNK = 1 << 18  # entries compared at a time: their float64 copies stay in the 
 class TensorChange:
     """The change of one parameter from a to b.
 
-    ``distance`` is the Frobenius norm of the change over that of a. ``unchanged`` is the fraction of equal entries. ``ulp_max``
-    and ``ulp_mean`` count representable numbers between the two values, in the coarser dtype. For a matrix, ``effective_rank``
-    is the exponential of the entropy of the change's normalised singular values (Roy and Vetterli, 2007), and ``rank`` counts
-    singular values too large for rounding of b. Both are None for vectors and for a change that is not finite.
+    ``distance`` is the Frobenius norm of the change over that of a. ``unchanged`` is the fraction of equal entries. ``rounded``
+    says whether both are equal in the coarser dtype. ``rank`` counts the singular values of a matrix's change that are too large
+    for rounding of b; it is None for vectors and for a change that is not finite.
     """
 
     name: str
     family: str  # "h.{}.attn.c_attn.weight"
     layer: int | None
     shape: tuple[int, ...]
-    norm_a: float
-    norm_b: float
     distance: float
     max_abs: float
     cosine: float
     unchanged: float
-    ulp_max: int
-    ulp_mean: float
+    rounded: bool
     rank: int | None
-    effective_rank: float | None
 
     @property
     def equal(self) -> bool:
@@ -66,15 +60,10 @@ class TensorChange:
 
 
 @dataclass(frozen=True)
-class FamilyChange:
-    """The change of the same tensor in all layers together."""
+class Total:
+    """All parameters together: the norm of the change over that of a, and the fraction of equal entries."""
 
-    family: str
-    tensors: int
-    entries: int
     distance: float
-    max_abs: float
-    cosine: float
     unchanged: float
 
 
@@ -83,8 +72,7 @@ class WeightChanges:
     """Every parameter of two models of one shape, in the order of the forward pass."""
 
     tensors: tuple[TensorChange, ...]
-    families: tuple[FamilyChange, ...]
-    total: FamilyChange
+    total: Total
     rounded_to: str = ""  # the type to which b's are a's, rounded, where that alone explains every change
     nearly: str = ""  # else the type to which at least half of the tensors that changed are a's, rounded
     beyond: tuple[str, ...] = ()  # then the tensors that this type does not explain
@@ -109,7 +97,7 @@ class WeightChanges:
     @property
     def same_numbers(self) -> bool:
         """Whether both have the same weights, up to rounding to the coarser dtype."""
-        return all(tensor.ulp_max == 0 for tensor in self.tensors)
+        return all(tensor.rounded for tensor in self.tensors)
 
     @property
     def unchanged(self) -> tuple[str, ...]:
@@ -137,13 +125,14 @@ class WeightChanges:
 
 def compare_weights(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> WeightChanges:
     """Read each parameter of both models once."""
-    changes, families = list[tuple[TensorChange, Tensor]](), dict[str, list[tuple[TensorChange, Tensor]]]()
+    changes, total = [], torch.zeros(6, dtype=torch.float64)
     for name in names:
         progress(f"weights: {name}")
-        changes.append(_compare(name, a(name), b(name)))
-        families.setdefault(changes[-1][0].family, []).append(changes[-1])
-    together, every = tuple(_together(*each) for each in families.items()), [each for own in families.values() for each in own]
-    return WeightChanges(tuple(change for change, _ in changes), together, _together("all", every))
+        change, sums = _compare(name, a(name), b(name))
+        changes.append(change)
+        total += sums
+    moved, _, unchanged = _figures(total)
+    return WeightChanges(tuple(changes), Total(moved, unchanged))
 
 
 def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = silent) -> float:
@@ -186,14 +175,13 @@ def _figures(sums: Tensor) -> tuple[float, float, float]:
 
 def _compare(name: str, a: Tensor, b: Tensor) -> tuple[TensorChange, Tensor]:
     coarser = a.dtype if torch.finfo(a.dtype).eps >= torch.finfo(b.dtype).eps else b.dtype
-    total, largest, ulp_max, ulp_sum = torch.zeros(6, dtype=torch.float64), 0.0, 0, 0
+    total, largest, rounded = torch.zeros(6, dtype=torch.float64), 0.0, True
     for chunk_a, chunk_b in _chunks(a, b):
         sums, most = _sums(chunk_a, chunk_b)
         total, largest = total + sums, max(largest, most)
-        apart = ulps(chunk_a.to(coarser), chunk_b.to(coarser))
-        ulp_max, ulp_sum = max(ulp_max, int(apart.max())), ulp_sum + int(apart.sum())
-    rank = effective = None
-    _, squares_a, squares_b, change, *_ = total.tolist()
+        rounded = rounded and torch.equal(chunk_a.to(coarser), chunk_b.to(coarser))
+    rank = None
+    _, _, squares_b, change, *_ = total.tolist()
     if a.ndim == 2 and math.isfinite(change):
         spread = math.sqrt(squares_b / a.numel()) * torch.finfo(coarser).eps / 2
         # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
@@ -201,37 +189,16 @@ def _compare(name: str, a: Tensor, b: Tensor) -> tuple[TensorChange, Tensor]:
         values = singular_values(a, b) if change > 0 else torch.zeros(min(a.shape), dtype=torch.float64)
         # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
         resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
-        rank, effective = int((values > max(noise, resolution)).sum()), effective_rank(values)
+        rank = int((values > max(noise, resolution)).sum())
     moved, angle, unchanged = _figures(total)
-    sizes = math.sqrt(squares_a), math.sqrt(squares_b), moved, largest, angle, unchanged, ulp_max, ulp_sum / a.numel()
     family = re.sub(r"^h\.\d+", "h.{}", name)
-    return TensorChange(name, family, layer(name), tuple(a.shape), *sizes, rank, effective), total
+    return TensorChange(name, family, layer(name), tuple(a.shape), moved, largest, angle, unchanged, rounded, rank), total
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
     """Yield corresponding parts of both tensors, some rows at a time, for any memory layout."""
     rows = max(1, CHUNK // max(1, a[0].numel())) if a.ndim > 1 else CHUNK
     return zip(a.split(rows), b.split(rows), strict=True)
-
-
-def _together(family: str, changes: Sequence[tuple[TensorChange, Tensor]]) -> FamilyChange:
-    total = functools.reduce(torch.add, (sums for _, sums in changes))
-    moved, angle, unchanged = _figures(total)
-    return FamilyChange(family, len(changes), int(total[0]), moved, max(each.max_abs for each, _ in changes), angle, unchanged)
-
-
-def ulps(a: Tensor, b: Tensor) -> Tensor:
-    """Count representable numbers between the entries of two tensors, int64: 0 for two NaNs, the largest int for one."""
-    integer = {2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    lowest = torch.iinfo(integer).min
-
-    def ordered(x: Tensor) -> Tensor:
-        bits = x.contiguous().view(integer).long()
-        return torch.where(bits < 0, lowest - bits, bits)
-
-    steps = (ordered(a) - ordered(b)).abs()
-    nan_a, nan_b = a.isnan(), b.isnan()
-    return steps.masked_fill(nan_a & nan_b, 0).masked_fill(nan_a ^ nan_b, torch.iinfo(integer).max)
 
 
 def singular_values(a: Tensor, b: Tensor) -> Tensor:
@@ -244,15 +211,6 @@ def singular_values(a: Tensor, b: Tensor) -> Tensor:
         gram.addmm_(difference.t(), difference)
     eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
     return eigenvalues.clamp(min=0).sqrt().flip(0)
-
-
-def effective_rank(values: Tensor) -> float:
-    """Return the exponential of the entropy of singular values scaled to sum 1: n for n equal values, 0 for no change."""
-    total = values.sum()
-    if total == 0:
-        return 0.0
-    share = values / total
-    return float(torch.special.entr(share).sum().exp())
 
 
 def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:

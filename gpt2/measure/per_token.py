@@ -57,11 +57,6 @@ class Tokens:
         """(N,) the correct token's probability under b minus under a."""
         return self.logp_b.exp() - self.logp_a.exp()
 
-    @property
-    def overlap(self) -> Tensor:
-        """(N,) the fraction of a's k likeliest tokens that are among b's."""
-        return (self.top_a[:, :, None] == self.top_b[:, None, :]).sum((1, 2)) / self.top_a.size(1)
-
 
 @torch.inference_mode()
 def measure_pair(

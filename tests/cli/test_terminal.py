@@ -18,7 +18,6 @@ from support.random_models import write_checkpoint
 from gpt2.bench import Bench, Row, Spread
 from gpt2.cli.common import Status
 from gpt2.cli.main import COMMANDS, file_of, main
-from gpt2.comparison.activations import Numerics
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.data.chars import chars_of
@@ -65,8 +64,8 @@ def compared() -> Comparison:
         model = write_checkpoint(Path(folder) / "model")
         real = compare(str(model), f"{model}:bf16", on=__file__, tokens=64)
     parameters = [name for name in PARAMETERS for _ in range(2)]
-    tensors = [replace(real.weights.tensors[3], name=name, ulp_max=9, distance=100 + at) for at, name in enumerate(parameters)]
-    numerics = tuple((name, 1e-7 * len(name), 1e-3 * len(name)) for name in points(LAYERS))
+    some = replace(real.weights.tensors[3], rounded=False)
+    tensors = [replace(some, name=name, distance=100 + at) for at, name in enumerate(parameters)]
     passages = ("to be or not", "the cat sat on the mat")
     scored = score_last_words(lambda ids: torch.zeros(*ids.shape, 99), chars_of("".join(passages)), passages, context=64)
     return replace(
@@ -77,7 +76,6 @@ def compared() -> Comparison:
         activations=replace(
             real.activations, points=tuple(replace(real.activations.points[0], point=p, error=len(p)) for p in points(LAYERS))
         ),
-        numerics=Numerics(numerics, tuple((f"{name}, attention spelt out", 1e-7) for name in NAMES)),
         words=replace(
             real.words,
             passages=tuple(replace(p, words=tuple(replace(w, js=0.5) for w in p.words)) for p in real.words.passages),
@@ -135,7 +133,7 @@ def test_the_names_that_could_be_cut_off_are_there() -> None:
     assert {"attn.weights", "h.11.attn.c_attn.weight"} <= words_of(text)
     assert {cell for record in public_record() for cell in (record.source.project, record.kind.value)} <= {*text.split()}
     text = compared().table(80)
-    parts = ["Weights", "Activations", "Numerics", "Distributions", "Words", "last words right", "prompt", *NAMES]
+    parts = ["Weights", "Activations", "Distributions", "Words", "last words right", "prompt", *NAMES]
     assert [part for part in parts if part not in text] == []
     assert {"h.11.attn.c_attn.weight", "attn.weights"} <= words_of(text)
 

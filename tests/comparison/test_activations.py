@@ -31,7 +31,7 @@ IDS = torch.randint(TINY.vocab_size, (1, 11), generator=torch.Generator().manual
 def test_figures_by_their_definitions() -> None:
     """Possible bugs: a norm of the wrong tensor, a wrong sign of the decibels, b in place of a."""
     a, b = model(1), model(2)
-    found = {point.point: point for point in compare_activations(traced(a), traced(b), IDS, same_shape=True).points}
+    found = {point.point: point for point in compare_activations(traced(a), traced(b), IDS).points}
     assert list(found) == points(TINY.n_layer)
     x, y = trace(a, IDS), trace(b, IDS)
     for name in ("wte", "h.0.attn.q", "h.1.attn.weights", "h.1", "logits"):
@@ -61,11 +61,11 @@ def test_noise_is_located_where_it_was_put(parameter: str) -> None:
     b = model()
     with torch.no_grad():
         b.get_parameter(parameter).mul_(1.05)
-    found = compare_activations(traced(model()), traced(b), IDS, same_shape=True)
+    found = compare_activations(traced(model()), traced(b), IDS)
     assert found.first_past.point == NOISY[parameter]
     before = found.points[: points(TINY.n_layer).index(NOISY[parameter])]
     assert all(p.error == 0 for p in before)
-    assert compare_activations(traced(model()), traced(b), IDS, same_shape=True, threshold=1e9).first_past is None
+    assert compare_activations(traced(model()), traced(b), IDS, threshold=1e9).first_past is None
 
 
 def test_memory_is_one_block_of_each() -> None:
@@ -80,21 +80,6 @@ def test_memory_is_one_block_of_each() -> None:
             yield block
 
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=6, n_head=3, bos_token_id=None, eos_token_id=None)
-    compare_activations(partial(watched, model(0, config)), partial(watched, model(1, config)), IDS, same_shape=True)
+    compare_activations(partial(watched, model(0, config)), partial(watched, model(1, config)), IDS)
     assert len(seen) == 2 * len(points(6))
     assert max(alive) <= 2 * 14 * 2  # one block of each model, and the next one in progress
-
-
-def test_cka_by_its_formula_where_widths_differ() -> None:
-    """Kornblith et al. (2019), equation 3, on centred features; the code computes with Gram matrices instead."""
-    config = GPT2Config(vocab_size=61, n_positions=16, n_embd=20, n_layer=3, n_head=4, bos_token_id=None, eos_token_id=None)
-    a, b = model(0), model(1, config)
-    found = compare_activations(traced(a), traced(b), IDS, same_shape=False)
-    assert found.points == ()
-    assert (len(found.cka), len(found.cka[0])) == (TINY.n_layer + 1, config.n_layer + 1)
-    x, y = trace(a, IDS)["h.1"][0], trace(b, IDS)["h.2"][0]
-    x, y = x - x.mean(0), y - y.mean(0)
-    expected = (y.T @ x).norm() ** 2 / ((x.T @ x).norm() * (y.T @ y).norm())
-    assert found.cka[2][3] == pytest.approx(float(expected), rel=1e-10)
-    itself = compare_activations(traced(a), traced(a), IDS, same_shape=False).cka
-    assert [itself[i][i] for i in range(3)] == pytest.approx([1.0] * 3, abs=1e-12)

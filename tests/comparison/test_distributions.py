@@ -1,6 +1,5 @@
 """Every statistic against SciPy, a loop over Python floats or decimals, or a closed form."""
 
-import itertools
 import json
 import math
 import weakref
@@ -15,7 +14,7 @@ import torch
 from support.random_models import uneven_model
 from torch import Tensor
 
-from gpt2.comparison.distributions import Bootstrap, calibration, summarise
+from gpt2.comparison.distributions import Bootstrap, summarise
 from gpt2.measure import per_token
 from gpt2.measure.metrics import language_score
 from gpt2.measure.per_token import Tokens, measure_pair
@@ -191,12 +190,10 @@ def test_nan_stays_with_its_token():
     assert torch.equal(divergences(got)[:, [0, 2]], clean[:, [0, 2]])
     assert divergences(got)[:, [1, 3, 4]].isnan().all()
     found = summarise(got, torch.ones(70))
-    assert found.undefined == 3
     assert math.isnan(found.kl_ab.mean.value)
     assert math.isnan(found.kl_ab.percentiles["50"])
     assert math.isnan(found.a.score.perplexity)
     assert math.isnan(found.ratio.value)
-    assert math.isnan(found.calibration_a.ece)
     json.dumps(asdict(found))
 
 
@@ -218,10 +215,8 @@ def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
     zero, one = {"value": 0.0, "low": 0.0, "high": 0.0}, {"value": 1.0, "low": 1.0, "high": 1.0}
     for figure in (found.kl_ab.mean, found.kl_ba.mean, found.js.mean, found.difference, found.change.mean, found.change.rms):
         assert asdict(figure) == zero
-    assert asdict(found.ratio) == asdict(found.overlap) == one
-    assert (found.same_top.value, found.calibration_a) == (1.0, found.calibration_b)
-    if vocab > 5:
-        assert found.correlation == 1.0
+    assert asdict(found.ratio) == one
+    assert found.same_top.value == 1.0
     # Control: shifted logits are the same distribution, but not the same bits.
     assert divergences(pair(table[:2], table[:2] + 1, torch.tensor([0, 1, 0]))).max() < (1e-15 if dtype == torch.float64 else 1)
 
@@ -383,7 +378,6 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     assert got.bits.value == pytest.approx(more_bits, rel=1e-11)
     assert got.bits.low < got.bits.value < got.bits.high
     assert (got.ratio.low, got.ratio.high) == pytest.approx((math.exp(-got.difference.high), math.exp(-got.difference.low)))
-    assert got.correlation == pytest.approx(scipy.stats.pearsonr(logp_a, logp_b).statistic, rel=1e-12)
     for divergence, values in ((got.kl_ab, tokens.kl_ab), (got.kl_ba, tokens.kl_ba), (got.js, tokens.js)):
         assert divergence.mean.value == pytest.approx(values.numpy().mean(), rel=1e-13)
         assert list(divergence.percentiles) == ["50", "90", "95", "99", "99.9"]
@@ -393,63 +387,19 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     change = np.exp(logp_b) - np.exp(logp_a)
     assert got.change.mean.value == pytest.approx(change.mean(), rel=1e-12)
     assert got.change.rms.value == pytest.approx(np.sqrt((change**2).mean()), rel=1e-12)
-    assert list(got.change.percentiles) == ["0", "0.1", "1", "5", "10", "25", "50", "75", "90", "95", "99", "99.9", "100"]
-    expected = np.percentile(change, [0, 0.1, 1, 5, 10, 25, 50, 75, 90, 95, 99, 99.9, 100])
-    np.testing.assert_allclose(list(got.change.percentiles.values()), expected, rtol=1e-12)
     rows = list(zip(tokens.top_a.tolist(), tokens.top_b.tolist(), strict=True))
     assert got.same_top.value == pytest.approx(sum(x[0] == y[0] for x, y in rows) / 1000)
-    assert got.overlap.value == pytest.approx(sum(len(set(x) & set(y)) for x, y in rows) / 5000)
-    assert (got.top, got.tokens, got.undefined, got.seed, got.resamples) == (5, 1000, 0, 0, 2000)
-    assert (got.blocks, got.block_tokens) == (62, 1000 / 62)
+    assert got.tokens == 1000
     assert json.loads(json.dumps(asdict(got)))["kl_ab"]["max_at"] == got.kl_ab.max_at
     later = summarise(replace(tokens, index=tokens.index + 100), lengths)
     assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
-
-
-@pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
-def test_bins_hold_every_token_once(context):
-    """Possible bugs: a token on an edge in two bins or in none; a NaN mean of an empty bin; bins by b's confidence, not a's.
-
-    Those of confidence have the form (0.1, 0.2], so that a probability of 1 is in the last bin.
-    """
-    tokens = made(700, context=context)
-    p = tokens.top_p_a.clone()
-    p[:3, 0] = torch.tensor([1.0, 0.5, 0.1])
-    tokens = replace(tokens, top_p_a=p)
-    found = summarise(tokens, torch.ones(40))
-    position, confidence = found.by_position, found.by_confidence
-    assert (position[0].low, position[-1].high) == (1, context)
-    assert (confidence[0].low, confidence[-1].high, confidence[-1].tokens) == (0.0, 1.0, 1)
-    assert len(position) <= 17
-    assert all(first.high + 1 == second.low for first, second in itertools.pairwise(position))
-    for bins, values, first in ((position, tokens.position, 1), (confidence, p[:, 0], 0)):
-        assert sum(part.tokens for part in bins) == 700
-        for part in bins:
-            inside = (part.low - first < values) & (values <= part.high)
-            columns = tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, (tokens.top_a[:, 0] == tokens.top_b[:, 0]).double()
-            means = [float(column[inside].mean()) for column in columns]
-            assert (part.tokens, part.kl, part.loss_a, part.loss_b, part.same_top) == pytest.approx((int(inside.sum()), *means))
-
-
-def test_calibration_by_hand():
-    """Two of fifteen bins: 0.9 is right half the time, 0.3 always, and an edge belongs to the lower bin."""
-    confidence = torch.tensor([0.9] * 6 + [0.3] * 2 + [4 / 15] * 2, dtype=torch.float64)
-    right = torch.tensor([True, False] * 3 + [True, True] + [False, False])
-    got = calibration(confidence, right)
-    assert got.ece == pytest.approx(0.6 * 0.4 + 0.2 * 0.7 + 0.2 * 4 / 15)
-    assert [(part.tokens, part.accuracy) for part in got.bins] == [(2, 0.0), (2, 1.0), (6, 0.5)]
-    assert [part.low for part in got.bins] == pytest.approx([3 / 15, 4 / 15, 13 / 15])
-    assert [part.high for part in got.bins] == pytest.approx([4 / 15, 5 / 15, 14 / 15])
-    assert [part.confidence for part in got.bins] == pytest.approx([4 / 15, 0.3, 0.9])
-    certain = calibration(torch.ones(4, dtype=torch.float64), torch.tensor([True] * 4))
-    assert (certain.ece, certain.bins[0].tokens) == (0.0, 4)
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 20])
 def test_short_texts(length):
     """One token has a mean and no spread; the code must not divide by zero."""
     got = summarise(pair(draw(9, 9), draw(9, 9, seed=1), text(9, length)), torch.ones(9))
-    assert (got.tokens, got.blocks) == (length - 1, 1)
+    assert got.tokens == length - 1
     assert got.kl_ab.mean.low == got.kl_ab.mean.value == got.kl_ab.mean.high > 0
     assert got.same_top.low < got.same_top.high
     json.dumps(asdict(got))
@@ -469,7 +419,7 @@ def test_infinite_figures_stay_infinite():
     assert (got.b.score.perplexity, got.b.perplexity.high, got.ratio.value) == (INF, INF, INF)
     assert math.isfinite(got.b.perplexity.low)  # 64 % of resamples contain that block, so the 2.5 % quantile is finite
     assert math.isfinite(got.a.perplexity.high)
-    assert (got.difference.value, got.undefined) == (-INF, 0)
+    assert got.difference.value == -INF
 
 
 # Intervals
@@ -541,19 +491,3 @@ def test_bits_per_byte_is_resampled_with_the_bytes():
     got = summarise(pair(table, table, ids, Windows(10)), lengths).a
     assert got.bits_per_byte.low < 2 * 1000 / 3000 < got.bits_per_byte.high
     assert got.bits_per_byte.high < 2
-
-
-def test_the_histogram_counts_every_positive_value_once() -> None:
-    """A value on an edge must not count twice, and the largest value must count."""
-
-    def histogram(values: Tensor) -> tuple[tuple[float, float, int], ...]:
-        return summarise(replace(made(len(values)), kl_ab=values), torch.ones(40)).kl_ab.histogram
-
-    values = torch.tensor([0.0, 1e-3, 1e-3, 2.5e-3, 0.9, 1.0, 7.0, math.inf, math.nan], dtype=torch.float64)
-    bins = histogram(values)
-    assert sum(count for *_, count in bins) == 6
-    assert all(high == other for (_, high, _), (other, _, _) in itertools.pairwise(bins))
-    for low, high, count in bins:
-        inside = ((values >= low * (1 - 1e-12)) & (values < high * (1 - 1e-12))).sum()
-        assert count == int(inside), (low, high)
-    assert histogram(torch.zeros(3, dtype=torch.float64)) == ()

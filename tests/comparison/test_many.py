@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from support.pages import assert_whole_by_itself
 import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison import pairs
-from gpt2.comparison.many_results import Comparisons, paper_figures
+from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.run import compare
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.measure.estimates import Estimate
@@ -104,18 +103,6 @@ def test_what_is_printed(found: Comparisons) -> None:
     assert replace(found, floor=replace(found.floor, ways=(("some way", NAN, math.nan),))).above_floor == ""
 
 
-def test_labels_and_ticks_of_near_models_do_not_overlap(found: Comparisons) -> None:
-    """Two models of nearly one size and quality had labels and ticks one upon the other."""
-    first, second, third, last = found.candidates
-    bits = replace(last.language, bits_per_byte=Estimate(first.language.bits_per_byte.value + 1e-4, 0, 0))
-    near = replace(last, size=int(first.size * 1.02), language=bits)
-    several = replace(found, candidates=(first, second, replace(third, size=3 * first.size), near))
-    for drawn in several.html().split('<div class="narrow">'):
-        texts = re.findall(r">([^<>]+)</text>", drawn)
-        assert {"A D", f"{first.size / 1e6:.3g}"} <= {*texts}
-        assert f"{near.size / 1e6:.3g}" not in texts
-
-
 def test_a_runs_folder_is_its_checkpoints_and_each_is_judged(
     base: Path, run: Path, text: str, capsys: pytest.CaptureFixture
 ) -> None:
@@ -145,10 +132,3 @@ def test_what_cannot_be_compared(names: list[str], text: str, tmp_path: Path) ->
     larger, smaller, _ = gpt2.compare("shakespeare-mini", names[0], names[0], on=text, tokens=60).candidates
     assert smaller.against is None  # its 300 tokens were held against the 2,048 of the first
     assert smaller.language.score.bytes == pytest.approx(larger.language.score.bytes, abs=8)
-
-
-def test_the_papers_figures_stand_beside_the_official_names_only() -> None:
-    """Beside a fine-tune, or on another text, the paper's figure would be a false promise."""
-    assert paper_figures("openai-community/gpt2-xl:bf16", "wikitext2:stride=512") == {"perplexity": 18.34}
-    assert paper_figures("hf/gpt2", "lambada") == {"perplexity": 35.13, "accuracy": 0.4599}
-    assert paper_figures("me/gpt2", "wikitext2") == paper_figures("gpt2", "twelfth-night") == {}

@@ -16,7 +16,6 @@ import pytest
 from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 
-from gpt2.comparison.activations import Numerics
 from gpt2.comparison.blame import Blame, Part
 from gpt2.comparison.charts import errors_by_layer, heat_scale, heat_shade
 from gpt2.comparison.results import Comparison
@@ -26,10 +25,10 @@ from gpt2.errors import InputError
 from gpt2.explore.lens_page import error_page
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.metrics import LanguageScore
-from gpt2.pages.drawing import B, shade
+from gpt2.pages.drawing import shade
 from gpt2.pages.rendering import number, percent, readable
 
-SECTIONS = ["activations", "numerics", "distributions", "the-text", "words", "each-tensor", "made-with"]
+SECTIONS = ["activations", "distributions", "the-text", "words", "each-tensor", "made-with"]
 NARROW = '<div class="narrow">'
 SMALL = Estimate(1e-4, 9e-5, 1.1e-4)
 BLAME = Blame(
@@ -78,7 +77,7 @@ def test_text_from_models_and_files_stays_text(found: Comparison) -> None:
 
 @pytest.mark.parametrize(
     "without",
-    [{"weights", "words"}, {"activations", "numerics"}, {"distributions", "words", "numerics"}],
+    [{"weights", "words"}, {"activations"}, {"distributions", "words"}],
     ids=lambda names: "+".join(sorted(names)),
 )
 def test_what_could_not_be_measured_is_left_out(found: Comparison, without: set[str]) -> None:
@@ -90,18 +89,10 @@ def test_what_could_not_be_measured_is_left_out(found: Comparison, without: set[
     assert [name for name in ids if name in SECTIONS] == [name for name in SECTIONS if name not in missing]
 
 
-def test_layers_of_other_widths_are_shown_by_their_similarity(found: Comparison) -> None:
-    """Then there are no common points, and no first point past a threshold."""
-    activations = replace(found.activations, points=(), cka=((1.0, 0.5, math.nan), (0.25, 0.9, 0.1)))
-    text = Parts(replace(found, activations=activations).html()).text
-    assert [word for word in ("0.25", "embed", "CKA") if word not in text] == []
-
-
 def changed(value: Any, number: float) -> Any:
     """The same result with every float replaced."""
     if is_dataclass(value):
-        names = [f.name for f in fields(value) if f.name != "histogram"]  # its bins are of finite values
-        return replace(value, **{name: changed(getattr(value, name), number) for name in names})
+        return replace(value, **{each.name: changed(getattr(value, each.name), number) for each in fields(value)})
     if isinstance(value, dict):
         return {key: changed(item, number) for key, item in value.items()}
     if isinstance(value, tuple):
@@ -116,9 +107,8 @@ def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
         found,
         weights=changed(found.weights, number),
         activations=replace(changed(found.activations, number), threshold=1e-3),
-        distributions=changed(replace(found.distributions, by_position=(), by_confidence=()), number),
+        distributions=changed(found.distributions, number),
         words=changed(found.words, number),
-        numerics=changed(found.numerics, number),
         blame=changed(BLAME, number),
         floor=changed(found.floor, number),
     )
@@ -128,7 +118,7 @@ def test_any_number_can_be_shown(found: Comparison, number: float) -> None:
 def test_identical_models_are_called_so() -> None:
     """Without differences the page draws no picture."""
     found = compare("shakespeare-mini", "shakespeare-mini", on=__file__, tokens=64)
-    text = replace(found, numerics=Numerics((("wte", 0.0, 0.0),), ())).html()
+    text = found.html()
     assert '<span class="bold">Identical</span>' in text
     assert "<svg" not in text
 
@@ -218,7 +208,7 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
 def test_a_logarithmic_axis_has_three_labels(top: float) -> None:
     """One of two decades had two labels, one within a decade had formulas for TeX, $\\mathdefault{6\\times10^{-1}}$."""
     errors = [("embed", 0.011), ("h.0.mid", 0.012), ("h.0", top)]
-    for drawn in errors_by_layer("layers", [("stream", B, errors)]).split(NARROW):
+    for drawn in errors_by_layer(errors, 1e-9).split(NARROW):
         assert "mathdefault" not in drawn
         labels = [text for text in re.findall(r">([^<>\n]+)</text>", drawn) if re.fullmatch(r"[\d.e+]+|10[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", text)]
         assert len(labels) >= 3, labels

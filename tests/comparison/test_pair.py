@@ -46,10 +46,9 @@ def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_n
     for point in found.activations.points:
         assert (point.error, point.max_abs, point.sqnr, point.cosine) == (0.0, 0.0, math.inf, 1.0)
     assert found.activations.first_past is None
-    assert (found.distributions.js.max, found.distributions.ratio.value, found.distributions.overlap.value) == (0, 1, 1)
+    assert (found.distributions.js.max, found.distributions.ratio.value) == (0, 1)
     assert found.words.passages == ()
     assert all(row.parts_at is None for row in found.words.continuations)
-    assert found.numerics is None
     assert "IDENTICAL" in found.table()
     again = run(base, base, text)  # nothing is random
     assert replace(again, seconds=0) == replace(found, seconds=0)
@@ -92,15 +91,12 @@ def test_what_was_zero_did_not_move_by_inf_percent(base: Path, text: str, tmp_pa
 
 
 def test_two_dtypes_of_one_model(base: Path, text: str) -> None:
-    """Rounding must not look like training: the weights are equal in the coarser dtype, and a float64 run is the reference."""
+    """Rounding must not look like training: the weights are equal in the coarser dtype."""
     found = run(base, f"{base}:bf16", text)
     assert found.weights.same_numbers
     assert 1e-3 < found.weights.total.distance < 3e-3
     assert "rounded to bfloat16" in found.table()
-    assert found.numerics is not None
-    ours, coarse = (max(row[i] for row in found.numerics.points) for i in (1, 2))
-    assert 1e-8 < ours < 1e-5 < 1e-3 < coarse < 0.2
-    assert len(found.numerics.logits) == 4
+    assert 1e-3 < max(point.error for point in found.activations.points) < 0.2
     assert (found.a.dtype, found.b.dtype) == ("float32", "bfloat16")
     assert 0 < found.distributions.kl_ab.mean.value < 1e-2
 
@@ -113,21 +109,18 @@ def test_two_implementations_of_one_model(base: Path, text: str, monkeypatch: py
     assert found.weights.total.unchanged == 1
     assert [point.point for point in found.activations.points] == points(2)
     assert 0 < max(point.error for point in found.activations.points) < 1e-5
-    assert found.numerics is not None
-    assert len(found.numerics.logits) == 2
     assert found.distributions.kl_ab.mean.value < 1e-10
     assert found.distributions.same_top.value == 1
 
 
 def test_another_size_shares_the_text_and_the_distributions(base: Path, text: str, tmp_path: Path) -> None:
-    """A message says so before anything runs: weights cannot be subtracted, residual streams can be compared by similarity."""
+    """A message says so before anything runs: neither weights nor activations can be subtracted."""
     found = run(base, write_checkpoint(tmp_path, n_embd=24, n_layer=3, n_head=2), text)
-    assert found.weights is None
-    assert found.compatibility.impossible == {"weights": "the models differ in n_layer, n_embd, n_head, n_inner"}
-    assert found.activations.points == ()
-    assert (len(found.activations.cka), len(found.activations.cka[0])) == (3, 4)
+    assert (found.weights, found.activations) == (None, None)
+    why = "the models differ in n_layer, n_embd, n_head, n_inner"
+    assert found.compatibility.impossible == {"weights": why, "activations": why}
     assert found.distributions is not None
-    assert "left out  weights: the models differ" in found.table(200)
+    assert "left out  weights, activations: the models differ" in found.table(200)
 
 
 def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path: Path) -> None:
