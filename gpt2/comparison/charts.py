@@ -96,32 +96,22 @@ def js_scale(values: Sequence[float]) -> float:
 
 def heat(tensors: Sequence[TensorChange]) -> Section:
     """Return the relative distances as a table for pages: a row for each kind of tensor, a column for each layer."""
-    scale = heat_scale([tensor.distance for tensor in tensors])
-    shaded = [Styled(in_percent(each.distance), f"s{heat_shade(each.distance, scale)}") for each in tensors]
+    largest = max((each.distance for each in tensors if math.isfinite(each.distance)), default=0.0)
+    shaded = [Styled(in_percent(each.distance), f"s{heat_shade(each.distance, largest)}") for each in tensors]
     cells = {(each.family, each.layer): cell for each, cell in zip(tensors, shaded, strict=True)}
     layers = sorted({each.layer for each in tensors if each.layer is not None})
     families = dict.fromkeys(family for family, _ in cells)
     rows = [(name.removeprefix("h.{}."), *(cells.get((name, layer), "") for layer in (None, *layers))) for name in families]
-    shades = f"; shades are logarithmic, {percent(scale[0])} to {percent(scale[1])}" if scale else ""
+    shades = f"; shades are logarithmic, the darkest from {percent(largest)} up" * bool(largest)
     columns = Column(), *numbers("outside", *(f"h.{layer}" for layer in layers))
     return Section("Each tensor", f"the norm of the change in percent of the tensor's{shades}", columns, rows, for_pages=True)
 
 
-def heat_scale(distances: Sequence[float]) -> tuple[float, float] | None:
-    """Return both ends of a heat map's logarithmic scale: one to three decades up to the largest finite distance."""
-    positive = sorted(distance for distance in distances if math.isfinite(distance) and distance > 0)
-    if not positive:
-        return None
-    return min(max(positive[0], positive[-1] / 1000), positive[-1] / 10) or positive[-1], positive[-1]
-
-
-def heat_shade(distance: float, scale: tuple[float, float] | None) -> int:
-    """Return the shade of a relative distance; infinity has the darkest shade."""
-    if distance == 0 or scale is None:
+def heat_shade(distance: float, largest: float) -> int:
+    """Return the shade of a relative distance, of three decades below the ``largest``; only 0 has none."""
+    if distance == 0 or not 0 < distance < largest:
         return 0 if distance == 0 else LEVELS - 1
-    if not math.isfinite(distance) or scale[0] == scale[1]:
-        return LEVELS - 1
-    return shade(max(0.04, math.log(distance / scale[0]) / math.log(scale[1] / scale[0])))
+    return shade(max(0.04, 1 + math.log10(distance / largest) / 3))
 
 
 def in_percent(distance: float) -> str:

@@ -10,7 +10,6 @@ from typing import Any, ClassVar, NamedTuple
 
 from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.made_with import made_with
-from gpt2.comparison.noise import Floor
 from gpt2.comparison.sides.side import Model, Scored
 from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
@@ -36,7 +35,6 @@ class Candidate:
     against: Distributions | None  # the first model is its a
     weights: float | None
     left_out: dict[str, str]
-    made_of: str = ""  # "A in q8_0": another one's weights, rounded
     rows: int = 0  # of the vocabulary more than the first model's
 
     @property
@@ -96,7 +94,6 @@ class Comparisons(Printed):
     seconds: float
     forward_seconds: float  # of them in the models' forward passes
     ranking: tuple[Ranked, ...] = ()  # from the best on
-    floor: Floor | None = None  # of noise, of the first model in its own dtype
     gates: tuple[tuple[Any, ...], ...] = ()  # of --fail-if, for each candidate but the first
 
     @property
@@ -121,20 +118,6 @@ class Comparisons(Printed):
         """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
         return "bits/byte" if self.text.sha256 else "bits/token"
 
-    @property
-    def above_floor(self) -> str:
-        """The first model's floor of noise and the models whose KL is not above it, in words; "" without a number for it."""
-        both = zip(self.letters, self.candidates, strict=True)
-        lows = {letter: each.against.kl_ab.mean.low for letter, each in both if each.against is not None}
-        if self.floor is None or math.isnan(self.floor.kl) or not lows:
-            return ""
-        which = {
-            "not above it": [letter for letter, low in lows.items() if low <= self.floor.kl],
-            "not a number": [letter for letter, low in lows.items() if math.isnan(low)],
-        }
-        words = "; ".join(f"{what}: {', '.join(few)}" for what, few in which.items() if few) or "every KL is above it"
-        return f"floor of noise: {self.floor.kl:.2g} nats in {self.candidates[0].model.dtype} ({self.floor.way}); {words}"
-
     def to_json(self) -> str:
         """Return everything as JSON, with the models, the text, versions and hashes."""
         return as_json({**vars(self), "letters": self.letters, "candidates": [each.figures for each in self.candidates]})
@@ -150,14 +133,10 @@ class Comparisons(Printed):
         yield Section(note=(f"{len(models)} models against ", bold(models[0].name)), for_pages=True)
         step = "step" if by_step else ""
         yield table((Column("model"), *numbers(step, "size", "tokens/s", "weights moved")), Candidate.described, "")
-        if made := "; ".join(f"{letter} is {one.made_of}" for letter, one in each if one.made_of):
-            yield Section(note=made)
         yield Section(note=bold(self.best))
         yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
         yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Candidate.scores)
         yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Candidate.distances)
-        if self.above_floor:
-            yield Section(note=dim(self.above_floor))
         if any(one.last_words for one in self.candidates):
             yield table(numbers("last words right", "their perplexity"), Candidate.words)
         for letter, one in each:

@@ -18,11 +18,9 @@ from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Passage
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide, heads_left_out
-from gpt2.comparison.sides.port import PortSide
 from gpt2.comparison.sides.side import Shown, Side, Weights, vocabulary
 from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
 from gpt2.comparison.words import Words, compare_words
-from gpt2.errors import InputError
 from gpt2.measure.last_words import LastWord
 from gpt2.measure.metrics import Logits, Progress
 from gpt2.measure.per_token import measure_pair
@@ -44,7 +42,6 @@ class Pair:
     logp_a: Tensor | None = None
     last_words: LastWord | None = None
     moved: float | None = None
-    made_of: str = ""  # "A in q8_0", "A, the same weights"
     distributions: Distributions | None = None
     weights: WeightChanges | None = None
     activations: Activations | None = None
@@ -71,7 +68,6 @@ def measure(
     """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
     seed, progress, ids = settings.seed, settings.progress, passage.ids
     weights = activations = distributions = words = logp = logp_a = floor = moved = None
-    made_of = ""
     stored = _stored(a.side, b.side)
     if stored and Shown.WEIGHTS in parts and "weights" not in fit.impossible:  # before b takes memory
         weights = _weights(*stored, progress)
@@ -83,8 +79,6 @@ def measure(
             if "activations" not in fit.impossible:
                 blocks = a.side.blocks, b.side.blocks
                 activations = compare_activations(*blocks, start, threshold=settings.threshold, progress=progress)
-        if Shown.WEIGHTS in parts and weights is None:
-            fit, weights = _weights_of_modules(a, b, fit, progress)
         if "distributions" not in fit.impossible:
             measured = measure_pair(logits_a, b.logits, ids, passage.windows, progress=progress)
             distributions = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
@@ -101,8 +95,9 @@ def measure(
             progress("the floor of noise")
             floor = a.floor(ids[:TRACED], b.side.dtype) or b.floor(ids[:TRACED], a.side.dtype)
     if stored and Shown.WEIGHTS not in parts and "weights" not in fit.impossible:  # of mapped files, whose pages are memory too
-        moved, made_of = _moved(*stored, fit, progress)
-    scores = fit, language, logp, logp_a, last_words, moved, made_of, distributions
+        read = stored[0].beside(stored[1], mapped=True)
+        moved = distance(parameters_of_both(*(each.config for each in stored)), *read, progress=progress)
+    scores = fit, language, logp, logp_a, last_words, moved, distributions
     return Pair(*scores, weights, activations, words, cases, floor)
 
 
@@ -147,35 +142,3 @@ def _weights(one: Weights, other: Weights, progress: Progress) -> WeightChanges:
         return replace(changes, rounded_to=type or "")
     beyond = tuple(beyond_rounding(a, b, named, type))
     return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes
-
-
-def _moved(one: Weights, other: Weights, fit: Compatibility, progress: Progress) -> tuple[float, str]:
-    """Return how far the weights moved; and "A in q8_0", "A, the same weights" or ""."""
-    read, names = one.beside(other, mapped=True), parameters_of_both(one.config, other.config)
-    moved = distance(names, *read, progress=progress)
-    if fit.departures or expected(one.config) != expected(other.config):
-        return moved, ""
-    if not moved:
-        return moved, "A, the same weights"
-    matrix = ["h.0.attn.c_proj.weight"]  # where it is no rounding, the others are not tried
-    type = quantisation(*read, matrix) and quantisation(*read, names)
-    return moved, f"A in {type}" if type else ""
-
-
-def _weights_of_modules(
-    a: Loaded, b: Loaded, fit: Compatibility, progress: Progress
-) -> tuple[Compatibility, WeightChanges | None]:
-    """Compare what loaded modules of users hold, weights and configs; say so where one holds no GPT-2."""
-    if not all(isinstance(each.side, CheckpointSide | PortSide) for each in (a, b)):
-        return fit, None
-    try:
-        one, other = a.side.weights, b.side.weights
-        assert one is not None
-        assert other is not None
-        found = compatibility(one.config, other.config, a.tokenizer, b.tokenizer)
-    except InputError as error:
-        return _leaving_out(fit, {"weights": str(error)}), None
-    impossible = {part: why for part, why in fit.impossible.items() if part != "weights"}
-    impossible |= {part: why for part, why in found.impossible.items() if part == "weights"}
-    fit = replace(fit, architecture=found.architecture, impossible=impossible)
-    return fit, None if "weights" in impossible else _weights(one, other, progress)

@@ -30,7 +30,6 @@ from gpt2.measure.metrics import Logits
 from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
-FLOOR_TOKENS = 64  # of several models: those on which the first one's floor of noise is computed
 
 
 def compare_sides(
@@ -56,7 +55,6 @@ def compare_sides(
         settings.progress(f"{first.side.name}: loading")
         stack.enter_context(first.side)
         last_words = first.last_words(passage, settings.seed, settings.progress)
-        floor = first.floor(passage.ids[:FLOOR_TOKENS]) if several else None
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
@@ -82,7 +80,7 @@ def compare_sides(
         candidates = tuple(_candidate(first, *row) for row in rows)
         ranking, spent = _ranking(candidates, (whole, *pairs), settings.seed), sum(each.seconds for each in (first, *others))
         seconds = time.perf_counter() - started
-        return Comparisons(candidates, passage.scored, env, settings.seed, seconds, spent, ranking=ranking, floor=floor)
+        return Comparisons(candidates, passage.scored, env, settings.seed, seconds, spent, ranking=ranking)
     (pair,), (other,) = pairs, others
     left_out = pair.fit.impossible | first.rows_left_out | other.rows_left_out
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=settings.seed)
@@ -107,7 +105,7 @@ def _candidate(first: Loaded, loaded: Loaded, model: Model, pair: Pair, step: in
     side, speed = loaded.side, loaded.inputs / loaded.seconds if loaded.seconds else math.nan
     more = side.vocab_size - first.side.vocab_size if side.vocab_size and first.side.vocab_size else 0
     known = pair.language, pair.last_words, pair.distributions, pair.moved, pair.fit.impossible | loaded.rows_left_out
-    return Candidate(model, step, side.size, speed, *known, pair.made_of, more)
+    return Candidate(model, step, side.size, speed, *known, more)
 
 
 @torch.inference_mode()

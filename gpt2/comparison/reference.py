@@ -5,14 +5,12 @@ A reference is a safetensors file. N are the text's tokens, M the scored ones in
     token_bytes   (V,) float64: the bytes that each token stands for; zeros where no tokenizer was known
     ids           (N,) int64
     logits        (M, V), as the side gave them
-    crc32         (4,) uint8, little-endian: of all bytes of the file before these; safetensors has no checksum
 
 Its metadata's ``about`` is JSON: the side with its files' sha256, the text with its windows, versions and machine.
 """
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -22,7 +20,7 @@ import torch
 from torch import Tensor
 
 from gpt2 import __version__
-from gpt2.checkpoint.saving import raw_bytes, safetensors_header, write_pieces
+from gpt2.checkpoint.saving import safetensors_header, write_pieces
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage, open_passage
 from gpt2.comparison.settings import Settings
@@ -72,28 +70,25 @@ def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
     said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(passage.windows)}
     about = as_json({"format": FORMAT, "version": __version__, **said}, None)
     lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)
-    shape, rest, crc = (sum(span.end - span.first for span in spans), vocab), iter(spans), 0
+    shape, rest = (sum(span.end - span.first for span in spans), vocab), iter(spans)
 
     def keeping(ids: Tensor) -> Tensor:
-        nonlocal crc
         output = loaded.logits(ids)
         for row in output:
             span = next(rest)
             parts = [row[span.first - span.start :]]
             if span is spans[0]:  # the header needs the type of the logits
-                sizes = {"logits": torch.empty(shape, dtype=row.dtype, device="meta"), "crc32": torch.empty(4, dtype=torch.uint8)}
-                header, _ = safetensors_header({"token_bytes": lengths, "ids": passage.ids, **sizes}, {"about": about})
+                logits = torch.empty(shape, dtype=row.dtype, device="meta")
+                header, _ = safetensors_header({"token_bytes": lengths, "ids": passage.ids, "logits": logits}, {"about": about})
                 parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), lengths, passage.ids, *parts]
             for part in parts:
                 write_pieces(file, part)
-                crc = zlib.crc32(raw_bytes(part), crc)
         return output
 
     try:
         with written_aside(path) as file:
             yield keeping
             assert next(rest, None) is None, "a window was not asked for"
-            file.write(crc.to_bytes(4, "little"))
     except OSError as error:
         why = f"cannot be written ({error.strerror or error}); choose another place, or make room"
         raise InputError(f"{path}: {why}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -19,8 +18,6 @@ from gpt2.comparison.many_results import Comparisons
 from gpt2.comparison.run import compare
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.measure.estimates import Estimate
-
-NAN = Estimate(math.nan, math.nan, math.nan)
 
 
 @pytest.fixture(scope="module")
@@ -89,18 +86,10 @@ def test_what_is_printed(found: Comparisons) -> None:
     against = body["candidates"][1]["against"]
     assert against.keys() == {"ratio", "bits", "kl", "kl_max", "same_top", "only_first", "only_it"}
     assert against["kl"]["value"] == found.candidates[1].against.kl_ab.mean.value
-    assert "B is A in bfloat16; D is A, the same weights" in " ".join(table.split())
     assert "D equal (x 1.000, exactly)" in found.best
     apart = replace(found, ranking=(found.ranking[0], found.ranking[1]._replace(behind=Estimate(1.02, 1.01, 1.03))))
     assert "worse (x 1.020, 1.010 .. 1.030)" in apart.best
-    assert found.above_floor.endswith("not above it: D")  # the same model as A; B differs by its dtype, C by its weights
-    assert found.above_floor in found.html()
     assert_whole_by_itself(found.html())
-    first, second, *rest = found.candidates
-    broken = replace(second, against=replace(second.against, kl_ab=replace(second.against.kl_ab, mean=NAN)))
-    assert replace(found, candidates=(first, broken, *rest)).above_floor.endswith("not above it: D; not a number: B")
-    assert replace(found, candidates=(first,)).above_floor == ""
-    assert replace(found, floor=replace(found.floor, ways=(("some way", NAN, math.nan),))).above_floor == ""
 
 
 def test_a_runs_folder_is_its_checkpoints_and_each_is_judged(
@@ -120,13 +109,13 @@ def test_a_runs_folder_is_its_checkpoints_and_each_is_judged(
 
 
 def test_what_cannot_be_compared(names: list[str], text: str, tmp_path: Path) -> None:
-    """Equal tensors with another epsilon are another model; KL over other tokens is no KL, bits per byte still compare."""
+    """KL over other tokens is no KL, bits per byte still compare."""
     shutil.copytree(names[0], tmp_path / "other")
     config = json.loads((tmp_path / "other" / "config.json").read_text())
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
     found = gpt2.compare(names[0], str(tmp_path / "other"), "shakespeare-mini", on=text, tokens=100)
     first, epsilon, other = found.candidates
-    assert (epsilon.weights, epsilon.made_of, other.against) == (0, "", None)
+    assert (epsilon.weights, other.against) == (0, None)
     assert other.language.score.bytes == pytest.approx(first.language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
     larger, smaller, _ = gpt2.compare("shakespeare-mini", names[0], names[0], on=text, tokens=60).candidates

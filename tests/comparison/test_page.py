@@ -17,7 +17,7 @@ from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 
 from gpt2.comparison.blame import Blame, Part
-from gpt2.comparison.charts import errors_by_layer, heat_scale, heat_shade
+from gpt2.comparison.charts import errors_by_layer, heat_shade
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.comparison.words import Choice
@@ -136,13 +136,11 @@ def test_figures_read_as_a_person_writes_them() -> None:
 def test_colours_grow_with_what_they_stand_for() -> None:
     """Blank means equal, and nothing else is blank."""
     assert [shade(x) for x in (0.0, 1e-9, 0.5, 1.0, 2.0, math.inf)] == [0, 1, 8, 16, 16, 16]
-    scale = heat_scale([0.0, 0.001, 0.1, math.inf])
-    shades = [heat_shade(x, scale) for x in (0.0, 1e-5, 0.001, 0.01, 0.1, math.inf)]
+    shades = [heat_shade(x, 0.1) for x in (0.0, 1e-5, 0.001, 0.01, 0.1, math.inf)]
     assert shades[0] == 0 < shades[1]
     assert all(x <= y for x, y in pairwise(shades))
-    assert shades[-1] == 16
-    assert heat_scale([0.0, math.nan]) is None
-    assert heat_scale([0.2])[0] < 0.2
+    assert shades[-2:] == [16, 16]
+    assert heat_shade(math.nan, 0.1) == 16
 
 
 def test_pictures_touch_no_configuration(tmp_path: Path) -> None:

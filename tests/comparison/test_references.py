@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -92,23 +91,20 @@ def test_what_gpt2_trace_and_another_program_wrote_are_sides(model: str, text: s
 
 
 def forged(saved: str, out: Path, change: Callable[[dict[str, Any], dict[str, torch.Tensor]], object]) -> str:
-    """A reference with other claims, and the checksum that fits them."""
+    """A reference with other claims."""
     path = Path(saved.removeprefix("trace:"))
     arrays, about = load_file(path), json.loads(SafetensorsFile(path).metadata["about"])
     change(about, arrays)
     save_file(arrays, out, {"about": json.dumps(about)})
-    body = out.read_bytes()[:-4]
-    out.write_bytes(body + zlib.crc32(body).to_bytes(4, "little"))
     return f"trace:{out}"
 
 
-def test_no_flipped_byte_goes_unseen_and_no_claim_is_believed(saved: str, tmp_path: Path) -> None:
-    """safetensors has no checksum: a flipped bit would be a difference of the model. False claims were tracebacks of torch."""
-    whole, path = Path(saved.removeprefix("trace:")).read_bytes(), tmp_path / "a.safetensors"
-    for at in range(9, len(whole), len(whole) // 60):
-        path.write_bytes(whole[:at] + bytes([whole[at] ^ 4]) + whole[at + 1 :])
-        with pytest.raises(CheckpointError):
-            open_side(f"trace:{path}")
+def test_no_claim_is_believed(saved: str, tmp_path: Path) -> None:
+    """False claims were tracebacks of torch, and a file that was cut off too."""
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(Path(saved.removeprefix("trace:")).read_bytes()[:-9])
+    with pytest.raises(CheckpointError):
+        open_side(f"trace:{path}")
     assert open_side(forged(saved, path, lambda about, arrays: None)).recording.tokenizer  # what is forged is read, if it is true
     claims: list[dict] = [{"windows": {"context": "16"}}, {"side": []}, {"text": None}]
     held = [("ids", array) for array in (torch.full((200,), -1), torch.full((200,), 10**6), torch.zeros(3), torch.zeros(2, 2, 2))]

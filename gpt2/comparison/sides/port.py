@@ -17,7 +17,7 @@ from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
 from gpt2.checkpoint.saving import save, sha256
-from gpt2.comparison.sides.side import Model, Shown, Side, T, Weights
+from gpt2.comparison.sides.side import Model, Shown, Side, T
 from gpt2.damage import look
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name
@@ -70,10 +70,6 @@ class PortSide(Side):
     def held(self) -> ModuleCheckpoint:
         """Read the loaded module as a checkpoint. Raises InputError: it is no GPT-2."""
         return self.ask(lambda: checkpoint_of(self.program, self.name))
-
-    @property
-    def weights(self) -> Weights:
-        return Weights(self.held())
 
     def fill(self, path: Path) -> None:
         """Load the tensors of a file or folder into the module by its own names. Raises InputError: they do not fit."""

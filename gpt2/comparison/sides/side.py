@@ -172,7 +172,7 @@ class Side(ABC):
 
     @property
     def weights(self) -> Weights | None:
-        """Its weights; those of a user's module are known while it is loaded. Raises InputError: it is no GPT-2."""
+        """Its weights, which can be read before it is loaded."""
         return None
 
     @property

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import itertools
 import json
-import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,7 +28,6 @@ from gpt2.measure.windows import RowWindows, Window, Windows
 PREFIX, SUFFIX = "trace:", ".safetensors"
 FORMAT, TRACE_FORMAT = "gpt2-toolkit reference", "gpt2-toolkit trace"
 SQUARE = ("attn.scores", "attn.weights")  # points with a row of T for each token
-PIECE = 1 << 20  # bytes whose checksum is computed at once
 
 
 @dataclass(eq=False)
@@ -75,7 +72,6 @@ class TraceSide(Side):
         config, vocab = GPT2Config(**side["config"]) if side.get("config") else None, rows.size(-1)
         windows: Windows
         if about.get("format") == FORMAT:
-            _require_as_written(file.path)
             windows, text = Windows(**about["windows"]), Scored(**about["text"])
             lengths = known.reshape(vocab) if (known := file.read("token_bytes")).any() else None
         else:
@@ -141,13 +137,3 @@ def _about(file: SafetensorsFile) -> dict[str, Any]:
     except (KeyError, ValueError, TypeError, RecursionError):
         return {}
     return about if isinstance(about, dict) and about.get("format") in (FORMAT, TRACE_FORMAT) else {}
-
-
-def _require_as_written(path: Path) -> None:
-    """Raise ValueError unless the last four bytes are the CRC-32 of all before them."""
-    left, crc = path.stat().st_size - 4, 0
-    with path.open("rb") as file:
-        while left > 0 and (part := file.read(min(left, PIECE))):
-            crc, left = zlib.crc32(part, crc), left - len(part)
-        if file.read() != crc.to_bytes(4, "little"):
-            raise ValueError("its checksum is wrong")
