@@ -99,9 +99,6 @@ def run(args: CompareSettings) -> int:
     if args.cases is not None:
         read_cases(args.cases)  # before anything is downloaded
     gates = [Gate.parse(text) for text in args.fail_if]
-    if len(names) > 2:
-        for gate in gates:
-            gate.require_of_many()
     keep_freed_memory()
     with Status() as status:
         shown = bool(args.json or args.html)

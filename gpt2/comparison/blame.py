@@ -67,11 +67,6 @@ class Blame:
     gain: Estimate
     passes: float
 
-    @property
-    def most(self) -> tuple[Part, ...]:
-        """The parts of the first level, those that carry most first."""
-        return tuple(sorted(self.parts, key=lambda part: -part.alone.value))
-
     def sections(self, shared: str = "") -> Iterator[Section]:
         """Yield the parts, the halves that carry most, and all of b; ``shared`` says which tokens are measured, if not all."""
         title, note = "Blame", f"KL that each part of b brings into a, in nats a token{shared}"

@@ -52,7 +52,7 @@ def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> st
         low, high = axes.get_ylim()
         if low / 30 < threshold < high * 30:
             axes.axhline(threshold, color=MUTED, linewidth=1, linestyle=(0, (4, 3)), label=f"threshold {threshold:g}")
-        logarithmic(axes, "y")
+        logarithmic(axes)
         legend: Any = {"ncols": 5 if wide else 2, "handlelength": 1.4, "columnspacing": 1.6, "borderpad": 0}
         axes.figure.legend(loc="outside upper left", **legend)
 

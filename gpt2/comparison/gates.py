@@ -30,7 +30,6 @@ METRICS = {
     "answer_ratio": "probability of an expected text under b over that under a",
     "logit": "relative error of the logits on the traced tokens",
 }
-MANY = ("kl", "kl_max", "same_top", "perplexity_ratio", "weights")  # that are measured of each of several models
 
 
 def _figures(found: Comparison | Candidate) -> Figures:
@@ -89,19 +88,13 @@ class Gate:
             if isinstance(found, Comparison):
                 left_out, of, instead = found.compatibility.impossible, "", "; gate on another metric"
             else:
-                left_out, of, instead = found.left_out, f" of {found.model.name}", ""
+                left_out, of, instead = found.left_out, f" of {found.model.name}", "; compare two models for it"
             why = "; ".join(dict.fromkeys(left_out.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
         judged = interval.high if self.op in (">", ">=") else interval.low
         undefined = math.isnan(interval.value) or math.isnan(judged)
         return Judgement(self, interval, judged, undefined or OPERATORS[self.op](judged, self.threshold))
-
-    def require_of_many(self) -> None:
-        """Raise InputError if the metric is measured of two models only."""
-        if self.metric not in MANY:
-            only = f"of several models only {', '.join(MANY)} are measured"
-            raise InputError(f"--fail-if {self}: {only}; compare two models for it")
 
 
 @dataclass(frozen=True)

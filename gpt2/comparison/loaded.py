@@ -101,12 +101,10 @@ class Loaded:
         return {f"rows of {self.side.name} without a token": why} if share >= 0.001 else {}
 
     @torch.inference_mode()
-    def continued(
-        self, prompts: Tensor, tokenizer: Tokenizer, new_tokens: int, *, temperature: float = 0.0, seed: int = 0
-    ) -> list[list[int]]:
-        """Return what the side writes after each prompt (B, T), as ``generate`` does: up to and with its end."""
+    def continued(self, prompts: Tensor, tokenizer: Tokenizer, new_tokens: int) -> list[list[int]]:
+        """Return what the side writes greedily after each prompt (B, T), as ``generate`` does: up to and with its end."""
         texts, ends = [list[int]() for _ in prompts], [Ending(StopText(tokenizer)) for _ in prompts]
-        for chosen in self._next_ids(prompts, tokenizer, new_tokens, temperature, seed):
+        for chosen in self._next_ids(prompts, tokenizer, new_tokens):
             for text, end, token in zip(texts, ends, chosen.tolist(), strict=True):
                 text += [] if end.ended else [token]
                 end.reached(token)
@@ -114,15 +112,15 @@ class Loaded:
                 break
         return texts
 
-    def _next_ids(self, ids: Tensor, tokenizer: Tokenizer, new_tokens: int, temperature: float, seed: int) -> Iterator[Tensor]:
+    def _next_ids(self, ids: Tensor, tokenizer: Tokenizer, new_tokens: int) -> Iterator[Tensor]:
         if (model := self.side.gpt2) is not None:
             rows, ids = rows_with_tokens(tokenizer, model.config), ids.to(model.wte.weight.device)
-            yield from stream(model, ids, new_tokens, Sampling(temperature), seed=seed, rows=rows)
+            yield from stream(model, ids, new_tokens, Sampling(0.0), rows=rows)
             return
-        generator, held = torch.Generator().manual_seed(seed), torch.tensor([tokenizer.holds(i) for i in range(self.vocab)])
+        held = torch.tensor([tokenizer.holds(i) for i in range(self.vocab)])
         for _ in range(new_tokens):
             logits = self.logits(ids[:, -self.context :])[:, -1].cpu().float()
-            yield (chosen := Sampling(temperature).next_ids(logits.masked_fill(~held, -math.inf), generator))
+            yield (chosen := logits.masked_fill(~held, -math.inf).argmax(-1))
             ids = torch.cat((ids, chosen[:, None]), dim=1)
 
     def last_words(self, passage: Passage, seed: int, progress: Progress) -> LastWord | None:

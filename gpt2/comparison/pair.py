@@ -85,7 +85,7 @@ def measure(
             language, logp_a, logp = distributions.b, measured.logp_a, measured.logp_b
             if Shown.LOGITS in parts and a.tokenizer is not None and b.tokenizer is not None:
                 both = a.tokenizer, b.tokenizer
-                words = compare_words(a, b, both, measured, passage, seed=seed, progress=progress)
+                words = compare_words(a, b, both, measured, passage, progress=progress)
             del measured
         else:
             language = b.in_its_tokens(passage, a.tokenizer, seed)

@@ -288,8 +288,7 @@ def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:
         yield Section("Words", what, titles, rows, partial(charts.coloured, extracts, scale, names))
     said = list[tuple[str, ...]]()
     for row in words.continuations:
-        sampling = "greedy" if row.temperature == 0 else f"T = {row.temperature:g}"
         parts = "not at all" if row.parts_at is None else f"from token {row.parts_at + 1}"
-        said += [(f"{readable(row.prompt)}\n({sampling})", readable(row.a), readable(row.b), parts), ()]
+        said += [(f"{readable(row.prompt)}\n(greedy)", readable(row.a), readable(row.b), parts), ()]
     if said:
         yield Section(columns=(Column("prompt", wrap=True), "a goes on", "b goes on", "they differ"), rows=said)

@@ -51,13 +51,12 @@ class Extract:
 
 @dataclass(frozen=True)
 class Continuation:
-    """Both models' texts after ``prompt``; ``parts_at`` is the first token in which they differ, or None."""
+    """Both models' greedy texts after ``prompt``; ``parts_at`` is the first token in which they differ, or None."""
 
     prompt: str
     a: str
     b: str
     parts_at: int | None
-    temperature: float  # 0 is greedy
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,6 @@ def compare_words(
     measured: Tokens,
     text: Passage,
     *,
-    seed: int,
     progress: Progress,
 ) -> Words:
     """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
@@ -124,9 +122,7 @@ def compare_words(
     rows: tuple[Continuation, ...] = ()
     if prompts and length and text.recording is None:
         progress("words: continuing prompts")
-        room = min(NEW_TOKENS, context - length)
-        rows = continuations(a, b, tokenizers, prompts, room, temperature=0.0, seed=seed)
-        rows += continuations(a, b, tokenizers, prompts[:1], room, temperature=0.8, seed=seed)
+        rows = continuations(a, b, tokenizers, prompts, min(NEW_TOKENS, context - length))
     return Words(tuple(words), tuple(worst), rows)
 
 
@@ -136,15 +132,12 @@ def continuations(
     tokenizers: tuple[Tokenizer, Tokenizer],
     prompts: list[list[int]],
     new_tokens: int,
-    *,
-    temperature: float,
-    seed: int,
 ) -> tuple[Continuation, ...]:
-    """Continue prompts of one length with both models, with the same sampling settings and random numbers."""
+    """Continue prompts of one length with both models, greedily."""
     ids, both, rows = torch.tensor(prompts), zip((a, b), tokenizers, strict=True), []
-    new = zip(*(each.continued(ids, own, new_tokens, temperature=temperature, seed=seed) for each, own in both), strict=True)
+    new = zip(*(each.continued(ids, own, new_tokens) for each, own in both), strict=True)
     for prompt, texts in zip(prompts, new, strict=True):
         parts_at = next((index for index, (x, y) in enumerate(itertools.zip_longest(*texts)) if x != y), None)
         said_a, said_b = (own.decode(ids) for own, ids in zip(tokenizers, texts, strict=True))
-        rows.append(Continuation(tokenizers[0].decode(prompt), said_a, said_b, parts_at, temperature))
+        rows.append(Continuation(tokenizers[0].decode(prompt), said_a, said_b, parts_at))
     return tuple(rows)

@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,22 +100,21 @@ def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure
     return _inline(file.getvalue(), title)
 
 
-def both(name: str, title: str, draw: Callable[[Axes, bool], None], height: float = 0.0, share: float = 1.0) -> str:
+def both(name: str, title: str, draw: Callable[[Axes, bool], None]) -> str:
     """Return the same chart for a wide screen and for a narrow one; the page's style shows one of them."""
 
-    def one(kind: str, width: float, usual: float) -> str:
-        picture = svg(name, (width, height or usual), title, lambda figure: draw(figure.subplots(), kind == "wide"))
-        return f'<div class="{kind}">{picture}</div>'
+    def one(kind: str, size: tuple[float, float]) -> str:
+        return f'<div class="{kind}">{svg(name, size, title, lambda figure: draw(figure.subplots(), kind == "wide"))}</div>'
 
-    return one("wide", WIDE[0] * share, WIDE[1]) + one("narrow", *NARROW)
+    return one("wide", WIDE) + one("narrow", NARROW)
 
 
-def logarithmic(axes: Axes, which: Literal["x", "y"]) -> None:
-    """Make an axis logarithmic, once its values are drawn, with three labels or more, such as 10⁻⁴ or 0.02."""
+def logarithmic(axes: Axes) -> None:
+    """Make the y axis logarithmic, once its values are drawn, with three labels or more, such as 10⁻⁴ or 0.02."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 
-    axes.set(**{f"{which}scale": "log"})
-    axis = axes.xaxis if which == "x" else axes.yaxis
+    axes.set(yscale="log")
+    axis = axes.yaxis
     low, high = sorted(axis.get_view_interval())
     for locator in (LogLocator(), LogLocator(subs=(1, 2, 5)), MaxNLocator(4, min_n_ticks=3)):
         if sum(low <= tick <= high for tick in locator.tick_values(low, high)) >= 3:

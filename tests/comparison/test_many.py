@@ -103,7 +103,7 @@ def test_a_runs_folder_is_its_checkpoints_and_each_is_judged(
     assert [row["step"] for row in rows] == [None, 20, 40, 100]
     assert [Path(row["model"]["name"]).name for row in rows] == ["model", "step-20", "best", "step-100"]
     assert [line.partition(": ")[2].split(":")[0] for line in err.splitlines()] == ["passed", "passed", "failed"]
-    assert main([*command, "--fail-if", "js>1"]) == 2
+    assert main([*command, "--fail-if", "activation>1"]) == 2
     assert "compare two models for it" in capsys.readouterr().err
     assert main([*command, "--blame"]) == 2
 

@@ -16,6 +16,7 @@ from gpt2.checkpoint.loading import load
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
+from gpt2.comparison.sides import held
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.lora import inject, merged
@@ -300,3 +301,13 @@ def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str,
     }.items():
         assert says in refusal(compare, *wrong)
     assert "on=list: give the name of a text" in refusal(compare, model, tuned, on=["one text", "another"])
+
+
+def test_offline_is_for_models_in_memory_too(base: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their tokenizers were looked for on the Hub, whatever `offline` said."""
+    asked, tokenizer = [], gpt2.load_tokenizer(str(base))
+    monkeypatch.setattr(held, "load_tokenizer", lambda name, *, offline=False: (asked.append(offline), tokenizer)[1])
+    for offline in (True, False):
+        gpt2.compare(load(str(base)), load(str(base)), on=text, tokens=20, offline=offline)
+        assert {*asked} == {offline}
+        asked.clear()

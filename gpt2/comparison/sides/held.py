@@ -20,10 +20,11 @@ class HeldCheckpoint(ModuleCheckpoint):
     """The weights of a model in memory, and the tokenizer of the checkpoint that it was loaded from, if it is still there."""
 
     loaded_from: str
+    offline: bool
 
     def tokenizer(self) -> Tokenizer:
         try:
-            found = load_tokenizer(self.loaded_from) if self.loaded_from else None
+            found = load_tokenizer(self.loaded_from, offline=self.offline) if self.loaded_from else None
         except InputError:
             found = None
         if found is None or found.n_vocab > self.config.vocab_size:
@@ -31,12 +32,12 @@ class HeldCheckpoint(ModuleCheckpoint):
         return found
 
 
-def held(model: GPT2) -> CheckpointSide:
+def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
     """Return the side of a model as it is now, adapters merged. Raises InputError: it is in int8."""
     loaded_from, table = getattr(model, "name", ""), model.wte.weight
     name = f"{loaded_from or 'a GPT2'} in memory"
     if isinstance(model, Int8GPT2):
         raise InputError(f"{name}: is in int8; give its name, as in {loaded_from or 'MODEL'}:int8")
     weights = {key: each.cpu() for key, each in merged(model).state_dict().items()}
-    checkpoint = HeldCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, (), loaded_from)
+    checkpoint = HeldCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, (), loaded_from, offline)
     return CheckpointSide(name, False, checkpoint, table.device)

@@ -45,7 +45,7 @@ def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
     Raises InputError: no such side or device, or its engine is missing.
     """
     if isinstance(name, GPT2):
-        return held(name)
+        return held(name, offline=settings.offline)
     if PORT.fullmatch(name):
         return PortSide(name, target(name))
     if name.startswith(ADDRESSES):
