@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -60,32 +59,31 @@ def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> st
 
 
 def coloured(extracts: Sequence[tuple[str, Sequence[Word]]], scale: float, names: tuple[str, str]) -> str:
-    """Return texts as HTML, each with a remark below it: a token's shade is its divergence, its tooltip what both expected."""
+    """Return texts as HTML, each with a remark below it: a token's shade is its divergence, its tip what both expected."""
     from markupsafe import Markup
 
-    token = Markup('<span class="tok s{}{}" tabindex="{}" data-tip="{}">{}</span>')
-    text = Markup('<div><div class="text{}" data-names="{}">{}</div><p class="remark">{}</p></div>')
+    token = Markup('<span class="tok s{}{}" tabindex="-1" data-tip="{}">{}</span>')
+    text = Markup('<div><div class="text{}">{}</div><p class="remark">{}</p></div>')
     drawn = []
     for remark, words in extracts:
         shades = (shade(math.sqrt(word.js / scale) if word.js > 0 else word.js) for word in words)
         tokens = (
-            token.format(level, " nl" * ("\n" in word.text), -bool(at), json.dumps(tooltip(word)), readable(word.text))
-            for at, (level, word) in enumerate(zip(shades, words, strict=True))
+            token.format(level, " nl" * ("\n" in word.text), tip(word, names), readable(word.text))
+            for level, word in zip(shades, words, strict=True)
         )
-        drawn.append(text.format("" if remark else " long", json.dumps(names), Markup("").join(tokens), remark))
+        drawn.append(text.format("" if remark else " long", Markup("").join(tokens), remark))
     key = Markup('<p class="key">equal<span class="ramp"></span>JS {}</p>').format(number(scale, ".2g"))
     return key + Markup('<div class="extracts">{}</div>').format(Markup("").join(drawn))
 
 
-def tooltip(word: Word) -> list[Any]:
-    """Return a token's tooltip: its text, divergence, both probabilities, and both models' most likely candidates."""
-    probabilities = _rounded(word.probability_a), _rounded(word.probability_b)
-    tops = ([[visible(each.text), _rounded(each.probability)] for each in top] for top in (word.top_a, word.top_b))
-    return [visible(word.text), number(word.js), *probabilities, *tops]
-
-
-def _rounded(value: float) -> float | None:
-    return float(f"{value:.3g}") if math.isfinite(value) else None
+def tip(word: Word, names: tuple[str, str]) -> str:
+    """Return what is shown of a token that is pointed at: its divergence, and both models' most likely candidates."""
+    lines = [f"{visible(word.text)}   JS {number(word.js)}"]
+    sides = zip(names, (word.probability_a, word.probability_b), (word.top_a, word.top_b), strict=True)
+    for name, probability, top in sides:
+        expected = ", ".join(f"{visible(each.text)} {percent(each.probability)}" for each in top)
+        lines.append(f"{name}: {expected}; the text's {percent(probability)}")
+    return "\n".join(lines)
 
 
 def js_scale(values: Sequence[float]) -> float:

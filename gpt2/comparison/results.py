@@ -271,7 +271,7 @@ def _distributions(both: Distributions) -> Iterator[Section]:
 
 def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:
     """Yield the text on pages, the first two of the passages, if they differ to be seen, and the continuations."""
-    what, scale = "point at a token, tap it or use the arrow keys", charts.js_scale([word.js for word in words.text])
+    what, scale = "point at a token, or tap it", charts.js_scale([word.js for word in words.text])
     yield Section("The text", what, chart=partial(charts.coloured, [("", words.text)], scale, names))
     rows = list[tuple[str, ...]]()
     for passage in words.passages[:2]:

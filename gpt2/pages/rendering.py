@@ -21,7 +21,7 @@ SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
 def render(name: str, script: str, data: object, **values: Any) -> str:
-    """Render the template ``name`` with the ``script`` that reads ``data``.
+    """Render the template ``name`` with the ``script`` that reads ``data``, if it has one.
 
     Every value is escaped, except pictures of this package (the filter ``svg``).
     """
@@ -33,7 +33,7 @@ def render(name: str, script: str, data: object, **values: Any) -> str:
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"pct": percent, "svg": Markup}
     environment.globals |= {"levels": LEVELS, "zip": zip, "data": data}
-    code = "".join(loader.get_source(environment, part)[0] for part in ("shared.js", f"{script}.js"))
+    code = "".join(loader.get_source(environment, part)[0] for part in (script and ("shared.js", f"{script}.js")))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     return environment.get_template(f"{name}.html").render(script=Markup(code), script_hash=digest, **values)
 

@@ -117,7 +117,7 @@ class Printed(ABC):
     """A report that a terminal and a page print; subclasses yield its sections, the first of which names it."""
 
     command: ClassVar[str] = "gpt2 verify"  # that makes it
-    script: ClassVar[str] = "report"  # of its page
+    script: ClassVar[str] = ""  # of its page
 
     @abstractmethod
     def sections(self) -> Iterator[Section]:
