@@ -42,7 +42,7 @@ class Behaviour:
 
     def __init__(self, module: nn.Module, expected: Reference, runs: Runs) -> None:
         self.module, self.expected, self.config = module, expected, expected.model.config
-        self.masked, self.keep_casts, self.rewind = runs.masked, runs.keep_casts, runs.rewind
+        self.keep_casts, self.rewind = runs.keep_casts, runs.rewind
         self.bound = max(runs.bound, MIN_BOUND)
         self.causes: list[Cause] = []
         self.notes: list[str] = []
@@ -70,7 +70,7 @@ class Behaviour:
         self.causes.append(Cause(id, places, words, evidence, SURE, fix, effect=effect))
 
     def _output(self, ids: Tensor, **arguments: Any) -> Any:
-        return run_deterministically(lambda: self.module(ids, **arguments), self.keep_casts, self.masked)[0]
+        return run_deterministically(lambda: self.module(ids, **arguments), self.keep_casts)[0]
 
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Return the logits of a call that no earlier one has changed."""
@@ -94,11 +94,11 @@ class Behaviour:
 
     def _repeat(self, ids: Tensor) -> None:
         self.rewind()
-        mode = DeterministicMode(keep_casts=True, keep_random=True, masked=self.masked)
+        mode = DeterministicMode(keep_casts=True, keep_random=True)
         try:
             first, second = self._twice(ids, mode)
         except Exception:  # its casts fit its own dtype alone, not float64
-            mode = DeterministicMode(keep_casts=False, keep_random=True, masked=self.masked)
+            mode = DeterministicMode(keep_casts=False, keep_random=True)
             first, second = self._twice(ids, mode)
         if torch.equal(first, second) and not mode.dropouts:
             self._repeat_after_others(ids)
@@ -136,7 +136,7 @@ class Behaviour:
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
         """Locate the dropouts: compare their inputs with the traced values, while all dropouts are the identity."""
-        _, mode = run_deterministically(lambda: self.module(ids), masked=self.masked)
+        _, mode = run_deterministically(lambda: self.module(ids))
         traced = trace(self.expected.model, ids.cpu())
         heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
         named = [*traced.items(), *heads]

@@ -121,7 +121,7 @@ class Examination:
         self.progress("trying your module alone, repeated, cached and padded")
         behaviour.test(ids.to(self.runs.device))
         self.notes += notes + behaviour.notes
-        changing = any(cause.id == "not-deterministic" for cause in behaviour.causes) or self.runs.masked
+        changing = any(cause.id == "not-deterministic" for cause in behaviour.causes)
         if self.dtype == torch.float32 and self.runs.bound == FLOAT64_BOUND and not changing:
             padding += imprecise(self.runs, borrowed, ids, first_logits, same)
         errors = [reference.error(logits, ids) for ids, logits in outputs]
@@ -324,9 +324,7 @@ class Examination:
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
         self.runs.rewind()
-        pool, _ = run_deterministically(
-            lambda: collect(self.module, ids.to(self.runs.device), self.config), self.runs.keep_casts, self.runs.masked
-        )
+        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.runs.device), self.config), self.runs.keep_casts)
         pool.narrow, pool.budget = self.runs.bound > FLOAT64_BOUND, self.budget
         return pool
 

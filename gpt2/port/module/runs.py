@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,7 @@ from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.recording.dispatch import FirstNaN, RandomMask, random_masks, run_deterministically
+from gpt2.port.recording.dispatch import FirstNaN, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError
 from gpt2.port.search.logits import Reference, require_logits
 
@@ -28,7 +27,7 @@ MOST_OPERATORS = 1_000_000  # for the logits of one probe: some 20 s; the first 
 class Runs:
     """The forward passes of one module. ``bound``: the largest error of its logits; ``notes``: what was met, for the report.
 
-    ``state``: the checkpoint in float64, once it is read. ``masked``: dropouts made by hand, by :func:`random_masks`' numbers.
+    ``state``: the checkpoint in float64, once it is read.
     """
 
     def __init__(self, module: nn.Module, config: GPT2Config, notes: list[str]) -> None:
@@ -37,7 +36,6 @@ class Runs:
         self.device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
         self.state: Mapping[str, Tensor] = {}
         self.bound = FLOAT64_BOUND
-        self.masked: Mapping[int, RandomMask] = {}
         self.keep_casts = False
         self.operators = 0  # of the last run
         self.rewind: Callable[[], None] = lambda: None  # what makes each call the module's first one
@@ -66,9 +64,6 @@ class Runs:
                 )
                 continue
             logits = self._run(ids)
-            if not outputs and self._is_random(ids, logits):
-                self.masked = random_masks(partial(self.module, ids.to(self.device)))
-                logits = self._run(ids)
             if isinstance(logits, Exception) and not outputs:
                 borrowed.to_own_dtype()
                 failure, logits = logits, self._run(ids)
@@ -82,11 +77,6 @@ class Runs:
                 rate = min(rate, self.operators / ids.size(1) ** 2)
         return outputs
 
-    def _is_random(self, ids: Tensor, logits: Tensor | Exception) -> bool:
-        """Return whether another run gives other logits: what is random there is no dropout of torch's."""
-        again = self._run(ids)
-        return isinstance(logits, Tensor) and isinstance(again, Tensor) and not torch.equal(logits, again)
-
     def _run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
         self.rewind()
@@ -95,13 +85,13 @@ class Runs:
             return logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size)
 
         try:
-            output, mode = run_deterministically(run, self.keep_casts, self.masked)
+            output, mode = run_deterministically(run, self.keep_casts)
         except Exception as error:
             return error
         self.operators = mode.operators
         if mode.casts and not mode.keep_casts and bool(output.isnan().any()):  # it reads the bits of narrower numbers
             self.keep_casts = True
-            output, mode = run_deterministically(run, self.keep_casts, self.masked)
+            output, mode = run_deterministically(run, self.keep_casts)
         if mode.casts and not mode.keep_casts:
             self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
         elif mode.casts:

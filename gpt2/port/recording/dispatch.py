@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
@@ -29,7 +29,6 @@ FUSED_ATTENTION = {
 NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 CONTRACTIONS = {"mm", "addmm", "bmm", "baddbmm"}
 NORMAL = {"randn", "randn_like", "normal_", "normal"}
-KEPT_SLACK = 0.25  # between the share of ones in a random mask and the probability that it was drawn with
 RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "randperm", "multinomial"}
 
 
@@ -134,38 +133,17 @@ class Dropout(NamedTuple):
     after: int
 
 
-class RandomMask(NamedTuple):
-    """The mask of a dropout made by hand: which factor of the product it is, and its share of ones."""
-
-    side: int
-    share: float
-
-
 class DeterministicMode(OperatorMode):
     """Removes randomness (unless ``keep_random``) and casts to narrower dtypes (unless ``keep_casts``).
 
     Dropout is the identity, normal noise is zero, and float64 stays float64, so that the remaining differences from GPT-2 come
     from the module's formulas and weights. ``dropouts``, ``draws`` (other random operators) and ``casts`` list what occurred;
     ``operators`` is how many operators ran.
-
-    ``masked``: the dropouts made by hand (:func:`random_masks`), by the number of the product in the order of the run. With
-    ``watch``, ``masks`` has for each product the factor that is a mask and its value, or None.
     """
 
-    def __init__(
-        self,
-        *,
-        keep_casts: bool = False,
-        keep_random: bool = False,
-        masked: Mapping[int, RandomMask] | None = None,
-        watch: bool = False,
-    ) -> None:
+    def __init__(self, *, keep_casts: bool = False, keep_random: bool = False) -> None:
         super().__init__()
-        self.keep_casts, self.keep_random, self.masked, self.watch = keep_casts, keep_random, masked or {}, watch
-        self.masks: list[tuple[int, Tensor] | None] = []
-        self._products = 0  # that may be with a mask, so far
-        self._before: tuple[Tensor, Tensor, float] | None = None  # the last result times a number: result, input, number
-        self._whole: tuple[Tensor, float] | None = None  # the last product with a random mask, and its share of ones
+        self.keep_casts, self.keep_random = keep_casts, keep_random
         self.dropouts: list[Dropout] = []
         self.draws: list[str] = []
         self.casts: set[str] = set()
@@ -186,8 +164,6 @@ class DeterministicMode(OperatorMode):
             self.dropouts.append(Dropout(args[0].clone(), self._summed))
             if not self.keep_random:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
-        if (self.watch or self.masked) and (whole := self._without_mask(call)) is not None:
-            return whole
         if self._mask is not None and name in ("mul", "mul_"):
             mask = self._mask.data_ptr()
             if any(factor.data_ptr() == mask for factor in call.inputs):
@@ -208,107 +184,16 @@ class DeterministicMode(OperatorMode):
             self.draws.append(name)
             if not self.keep_random and name in NORMAL:
                 result.zero_()
-        if (self.watch or self.masked) and not call.writes:
-            factor = _number_applied(call)
-            if factor is not None and factor != 1:
-                self._before = result, call.inputs[0], factor
-        return result
-
-    def _without_mask(self, call: OperatorCall) -> Tensor | None:
-        """Return what a dropout made by hand gives without its mask and its factor; None for other calls."""
-        factor = _number_applied(call)
-        if self._whole is not None and factor is not None and call.inputs[0].data_ptr() == self._whole[0].data_ptr():
-            whole, share = self._whole
-            self._whole = None
-            if factor != 1 and abs(factor * share - 1) < KEPT_SLACK:
-                return whole if call.writes else whole.clone()
-        pairs = _products(call)
-        if not pairs:
-            return None
-        number, self._products = self._products, self._products + 1
-        if self.watch:
-            side = next((side for side, (value, mask) in enumerate(pairs) if _is_mask(mask, value)), None)
-            self.masks.append(None if side is None else (side, pairs[side][1].clone()))
-        if number not in self.masked:
-            return None
-        side, share = self.masked[number]
-        value = pairs[side][0]
-        if self._before is not None and self._before[0].data_ptr() == value.data_ptr():
-            _, unscaled, scale = self._before
-            value = unscaled if abs(scale * share - 1) < KEPT_SLACK else value
-        self.dropouts.append(Dropout(value.clone(), self._summed))
-        if self.keep_random:
-            return None
-        result = call.args[0].copy_(value) if call.writes else value.clone()
-        self._whole = result, share
         return result
 
 
-def _number_applied(call: OperatorCall) -> float | None:
-    """Return the number that a call multiplies its first tensor by; None if it does something else."""
-    if call.name not in ("mul", "mul_", "div", "div_") or len(call.args) < 2 or not isinstance(call.args[0], Tensor):
-        return None
-    number = call.args[1]
-    if isinstance(number, Tensor):
-        number = number.item() if number.numel() == 1 and call.args[0].numel() > 1 else None
-    if not isinstance(number, int | float) or not number:
-        return None
-    return float(number) if call.name.startswith("mul") else 1 / number
-
-
-def _products(call: OperatorCall) -> list[tuple[Tensor, Tensor]]:
-    """Return what a call may mean as a product: a floating-point value, and the mask that it is multiplied by."""
-    name, args = call.name, call.args
-    pairs: list[tuple[Any, Any]] = []
-    if name in ("mul", "mul_"):
-        pairs = [(args[0], args[1]), *([] if call.writes else [(args[1], args[0])])]
-    elif name in ("masked_fill", "masked_fill_") and isinstance(args[1], Tensor) and not bool(torch.as_tensor(args[2]).any()):
-        pairs = [(args[0], ~args[1])]
-    elif name == "where" and len(args) == 3 and isinstance(args[2], Tensor) and not bool(args[2].any()):
-        pairs = [(args[1], args[0])]
-    return [pair for pair in pairs if all(isinstance(one, Tensor) for one in pair) and pair[0].is_floating_point()]
-
-
-def _is_mask(mask: Tensor, value: Tensor) -> bool:
-    """Return whether ``mask`` holds zeros and one other number, and is not the sign of ``value``, as in a ReLU by hand."""
-    if mask.numel() < 2 or mask.shape != torch.broadcast_shapes(mask.shape, value.shape):
-        return False
-    most = mask.amax() if mask.dtype != torch.bool else mask.any()
-    is_two = bool(most > 0) and bool(((mask == 0) | (mask == most)).all()) and bool((mask == 0).any())
-    return is_two and not torch.equal(mask != 0, value > 0) and not torch.equal(mask != 0, value >= 0)
-
-
-def random_masks(function: Callable[[], object]) -> dict[int, RandomMask]:
-    """Return the products whose mask is another one in each call, by number: dropouts made by hand.
-
-    What drew the mask does not matter: torch, NumPy, or Python's own random numbers.
-    """
-    runs = []
-    for _ in range(2):
-        mode = DeterministicMode(keep_casts=True, keep_random=True, watch=True)
-        with mode:
-            function()
-        runs.append(mode.masks)
-    first, second = runs
-    if len(first) != len(second):
-        return {}
-    both = ((n, a, b) for n, (a, b) in enumerate(zip(first, second, strict=True)) if a is not None and b is not None)
-    return {
-        n: RandomMask(a[0], float((torch.stack((a[1], b[1])) != 0).double().mean()))
-        for n, a, b in both
-        if a[0] == b[0] and not torch.equal(a[1], b[1])
-    }
-
-
-def run_deterministically(
-    function: Callable[[], T], keep_casts: bool = False, masked: Mapping[int, RandomMask] | None = None
-) -> tuple[T, DeterministicMode]:
+def run_deterministically(function: Callable[[], T], keep_casts: bool = False) -> tuple[T, DeterministicMode]:
     """Return ``function()`` under :class:`DeterministicMode`, and the mode; keep casts if it fails without them."""
-    mode = DeterministicMode(keep_casts=keep_casts, masked=masked)
+    mode = DeterministicMode(keep_casts=keep_casts)
     try:
         with mode:
             return function(), mode
     except (RuntimeError, TypeError):
         if keep_casts or not mode.casts:
             raise
-        return run_deterministically(function, keep_casts=True, masked=masked)
+        return run_deterministically(function, keep_casts=True)

@@ -34,7 +34,7 @@ RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
 IMPLIES = {
     **{id: {"cache-inconsistent", "padding-wrong"} for id in (*FUTURE, "batch-dependent")},
     **{id: {"cache-inconsistent"} for id in ("layer-repeated", "position-sinusoidal", "position-missing")},
-    **{id: {"batch-dependent", "cache-inconsistent", "padding-wrong"} for id in RANDOM},
+    **{id: {"batch-dependent", "cache-inconsistent", "padding-wrong", "not-deterministic"} - {id} for id in RANDOM},
 }
 
 
