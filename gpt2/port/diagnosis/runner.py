@@ -1,14 +1,14 @@
 """Run ``gpt2 diagnose FILE.py:build``: run the user's file in a process of its own.
 
 The file may hang, crash, print or exit. Its output is not read, the answer comes back in a file, and the process ends itself when
-a stage takes too long. A failure is one line that names the user's line of code. :mod:`gpt2.port.diagnosis.guard` ends it if
-this one ends first.
+a stage takes too long. A failure is one line that names the user's line of code. If this process ends first, that one does too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -21,7 +21,6 @@ from typing import Any
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import Target, target
-from gpt2.port.diagnosis import guard as guard_script
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 from gpt2.port.terms.report import Diagnosis, Divergence
@@ -89,27 +88,30 @@ def run(
 
 
 def watch(command: list[str], folder: Path, limit: float, progress: Callable[[str], None] | None = None) -> int | None:
-    """Run a command under the guard, and return its exit code, as shells do; None if it did not end in ``limit`` seconds.
+    """Run a command and return its exit code, minus a signal's number; None if it did not end in ``limit`` seconds.
 
-    What it prints goes to ``printed`` in ``folder``. Afterwards nothing of its process group runs. If this process is killed, the
-    guard ends the group and removes the folder. ``progress``: called with what the command writes to the file PROGRESS in
-    ``folder``.
+    What it prints goes to ``printed`` in ``folder``. Afterwards nothing of its process group runs. Its stdin ends with this
+    process. ``progress``: called with what the command writes to the file PROGRESS in ``folder``.
     """
-    guard_command = [sys.executable, "-I", "-S", guard_script.__file__, str(folder), *command]
     with open(folder / "printed", "wb") as printed:  # a session of its own: Ctrl-C reaches this process only
-        guard = subprocess.Popen(
-            guard_command, stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=printed, stderr=subprocess.STDOUT, start_new_session=True
         )
     end_of_time = time.monotonic() + limit
     try:  # an interrupt may come at any time
         while (left := end_of_time - time.monotonic()) > 0:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                return guard.wait(min(POLL_SECONDS, left))
+                return process.wait(min(POLL_SECONDS, left))
             if progress is not None and (folder / PROGRESS).is_file():
                 progress((folder / PROGRESS).read_text(errors="replace")[:MAX_PROGRESS])
         return None
     finally:
-        guard.communicate(b"end\n")
+        with contextlib.suppress(OSError):
+            if hasattr(os, "killpg"):
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                subprocess.call(("taskkill", "/F", "/T", "/PID", str(process.pid)), stdout=subprocess.DEVNULL)
+        process.communicate()
 
 
 def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> str:
@@ -126,8 +128,7 @@ def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> st
     if code is None or "Timeout (" in dump:
         limit = timeout * DIAGNOSIS_FACTOR if stage == "diagnosis" else timeout
         return f"{what} did not end in {limit:g} s{line}; find out why, or give it longer with --timeout"
-    number = code - guard_script.SIGNALLED
-    killer = signal.Signals(number).name if number in list(signal.Signals) else ""
+    killer = signal.Signals(-code).name if -code in list(signal.Signals) else ""
     how = f"was killed by {killer}" if killer else f"ended the process (exit code {code})"
     return f"it {how} {during}{line}{REASONS.get(killer, '')}; {port.name} has to return the module, and nothing else"
 

@@ -10,6 +10,9 @@ import faulthandler
 import json
 import os
 import re
+import shutil
+import signal
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -37,10 +40,11 @@ NO_GPU = re.compile(
 
 def main(folder: str) -> None:
     """Do what ``order.json`` in ``folder`` says, and end the process."""
-    place = Path(folder)
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
+    place, asked = Path(folder), os.dup(0)
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for stream in range(3):
+        os.dup2(nowhere, stream)
+    threading.Thread(target=_end_with, args=(asked, place), daemon=True).start()
     with open(place / "where", "w") as where:
         faulthandler.enable(where)
         order = json.loads((place / "order.json").read_text())
@@ -56,6 +60,15 @@ def main(folder: str) -> None:
         budget.CLOCK = min(budget.CLOCK, SEARCH * order["whole"])
         (place / "answer.json").write_text(_answer(place, order, begin))
         os._exit(0)  # do not wait for the port's threads or exit handlers
+
+
+def _end_with(asked: int, folder: Path) -> None:
+    """End this process and those that it started, and remove the folder, when the process that asked for it is gone."""
+    os.read(asked, 1)
+    shutil.rmtree(folder, ignore_errors=True)
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
 def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) -> str:
