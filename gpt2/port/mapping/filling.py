@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.port.anatomy.stream import ModelPart
 from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
@@ -96,105 +94,20 @@ def _evidence(part: ModelPart) -> str:
 
 def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]:
     """Return the names of the checkpoint's tensors in a parameter, and what was done to them, in words."""
-    segments = _segments(entries, mapping)
-    names = tuple(dict.fromkeys(name for _, name, _ in segments if name))
-    words = [(where, name, _words(part, name, mapping)) for where, name, part in segments]
-    if len(words) == 1:
-        return names, words[0][2]
-    if len({text for _, _, text in words}) == 1 and len(names) == len(words):
-        each = f", each {words[0][2]}" if words[0][2] != "none" else ""
-        return names, f"stacked along the first axis{each}"
-    return names, "; ".join(f"{where}: {f'{name}, {text}' if name else text}" for where, name, text in words)
-
-
-def _segments(entries: Tensor, mapping: WeightMap) -> list[tuple[str, str, Tensor]]:
-    """Cut along one axis into pieces from one tensor each: (where, the tensor's name or "", entries)."""
-    names, starts = list(mapping.starts), torch.tensor(list(mapping.starts.values()), dtype=entries.dtype)
-
-    def owners(entries: Tensor) -> Tensor:
-        return torch.where(entries < 0, entries, torch.searchsorted(starts, entries.contiguous(), right=True) - 1)
-
-    for axis in range(entries.ndim):
-        others = [other for other in range(entries.ndim) if other != axis]
-        low, high = (owners(end) for end in ((entries.amin(others), entries.amax(others)) if others else (entries, entries)))
-        if not torch.equal(low, high):
-            continue
-        numbers, counts = low.unique_consecutive(return_counts=True)
-        parts = entries.split(counts.tolist(), axis)
-        if len(parts) == 1:
-            return [("", names[int(numbers)] if int(numbers) >= 0 else "", entries)]
-        result, start = [], 0
-        for number, part in zip(numbers.tolist(), parts, strict=True):
-            stop = start + part.size(axis)
-            what = ("rows" if axis == 0 else "columns") if entries.ndim > 1 else "entries"
-            part = part.squeeze(axis) if stop - start == 1 and entries.ndim > 1 else part
-            result.append((f"{what} {start}:{stop}", names[number] if number >= 0 else "", part))
-            start = stop
-        return result
-    return [("", mapping.owner(int(entries.max())), entries)]
-
-
-def _words(entries: Tensor, name: str, mapping: WeightMap) -> str:
-    """Describe how ``entries`` were taken from one tensor."""
-    if not name:
-        return {ZERO: "zeros", KEEP: "left as they are"}[int(entries.flatten()[0])]
+    pieces = mapping.by_tensor(entries)
+    names = tuple(name for name, *_ in pieces)
+    if len(names) != 1:
+        return names, "put together" if names else "zeros" if bool((entries == ZERO).any()) else "left as it is"
     if int(entries.min()) < 0:
-        return "in part"
-    shape, start = mapping.shapes[name], mapping.starts[name]
-    rows, columns = (torch.arange(n, dtype=entries.dtype) for n in (shape if len(shape) == 2 else (1, *shape)))
-    whole = start + rows[:, None] * len(columns) + columns
-    if entries.shape == shape and torch.equal(entries, whole.view(shape)):
-        return "none"
-    if entries.ndim == 2 and entries.shape == whole.mT.shape and torch.equal(entries, whole.mT):
-        return "transposed"
-    places = torch.unravel_index(entries - start, shape)
-    moves = [[axis for axis in range(entries.ndim) if not bool((p == p.narrow(axis, 0, 1)).all())] for p in places]
-    order = [axis for axes in moves for axis in axes]
-    if len(set(order)) < len(order):
-        return "rearranged entry by entry"
-    words = []
-    for number, (place, axes) in enumerate(zip(places, moves, strict=True)):
-        index = place[tuple(slice(None) if axis in axes else slice(1) for axis in range(entries.ndim))]
-        kind = "entries" if len(shape) == 1 else ("rows", "columns")[number]
-        words.append(_span(index.flatten().tolist(), kind, shape[number], mapping.config, name))
-    if order != sorted(order) and entries.ndim == 2:
-        words.append("transposed")
-    elif entries.ndim > len(shape):
-        words.append(f"reshaped to ({', '.join(map(str, entries.shape))})")
-    return ", ".join(filter(None, words)) or "none"
-
-
-def _span(index: list[int], kind: str, size: int, config: GPT2Config, name: str) -> str:
-    """Describe which rows, columns or entries of a tensor were taken, and their order; "" for all in order."""
-    if index == list(range(size)):
-        return ""
-    cuts = [0, *(i for i in range(1, len(index)) if index[i] != index[i - 1] + 1), len(index)]
-    runs = [(index[a], index[b - 1] + 1) for a, b in itertools.pairwise(cuts)]
-    if name == "wpe.weight" and kind == "rows" and len(runs) == 1 and runs[0][0] == 0:
-        return f"first {runs[0][1]} positions"
-    order = _order(index, config, name, kind)
-    if order:
-        return f"{kind} by ({order})"
-    shown = ", ".join(f"{a}:{b}" if b - a > 1 else str(a) for a, b in runs[:4])
-    of = f" ({_share(runs[0], size, config)})" if ".c_attn." in name and kind != "rows" and len(runs) == 1 else ""
-    return f"{kind} {shown}{', ...' if len(runs) > 4 else ''}{of}"
-
-
-def _order(index: list[int], config: GPT2Config, name: str, kind: str) -> str:
-    """Return the order of the axes q|k|v, head and unit, if the selection only reorders them; "" otherwise."""
-    sizes = {"head": config.n_head, "unit": config.head_dim}
-    if ".c_attn." in name and kind != "rows":
-        sizes = {"q|k|v": 3, **sizes}
-    elif not (name.endswith("attn.c_proj.weight") and kind == "rows"):
-        return ""
-    natural = torch.arange(math.prod(sizes.values())).view(*sizes.values())
-    orders = itertools.permutations(range(len(sizes)))
-    order = next((order for order in orders if index == natural.permute(order).flatten().tolist()), ())
-    return ", ".join(list(sizes)[axis] for axis in order)
-
-
-def _share(run: tuple[int, int], size: int, config: GPT2Config) -> str:
-    width, (start, stop) = size // 3, run
-    head, unit = divmod(start % width, config.head_dim)
-    parts = "qkv"[start // width : (stop - 1) // width + 1]
-    return f"head {head} of {parts}" if stop - start == config.head_dim and not unit and len(parts) == 1 else ", ".join(parts)
+        return names, "in part"
+    shape, numbers = mapping.shapes[names[0]], entries - mapping.starts[names[0]]
+    spans = [slice(0, size) for size in shape]
+    if numbers.numel() < math.prod(shape):
+        spans = [slice(int(place.amin()), int(place.amax()) + 1) for place in torch.unravel_index(numbers, shape)]
+    kinds = ("rows", "columns") if len(shape) == 2 else ("entries",)
+    some = zip(kinds, spans, shape, strict=True)
+    words = [f"{kind} {span.start}:{span.stop}" for kind, span, size in some if span != slice(0, size)]
+    box = torch.arange(math.prod(shape), dtype=numbers.dtype).view(shape)[tuple(spans)]
+    if not torch.equal(numbers.flatten(), box.flatten()):
+        words.append("transposed" if torch.equal(numbers.flatten(), box.t().flatten()) else "in another order")
+    return names, ", ".join(words) or "none"
