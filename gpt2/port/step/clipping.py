@@ -1,9 +1,9 @@
-"""The clipping of a gradient: how it is read from gradients before and after it, and what is wrong with it."""
+"""The clipping of a gradient: a table of ways, each tried on the gradients before it, and what is wrong with the one that fits."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from statistics import median
@@ -11,11 +11,12 @@ from statistics import median
 from torch import Tensor
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.records import Gradient, Update
+from gpt2.port.step.records import Gradient, Samples, Update
 from gpt2.port.step.rules import spread
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
-SAME = 1e-6  # relative difference of numbers that are meant to be equal; torch adds 1e-6 to the norm before it divides
+SAME = 1e-6  # relative difference of numbers that are meant to be equal
+EXACT, FITS = 1e-5, 1e-3  # relative errors of a gradient: as it is; clipped (torch adds 1e-6 to the norm before it divides)
 LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0, 0.01, 0.05, 0.001, 0.005)  # that people clip to
 
 
@@ -28,8 +29,18 @@ class ClipKind(Enum):
     PARAMETER = "norm of each parameter"
     ENTRY = "each entry"
 
+    def sizes(self, gradient: Gradient) -> dict[str, float]:
+        """Return what is compared with the limit, for each parameter."""
+        if self in (ClipKind.PARAMETER, ClipKind.ENTRY):
+            return {name: one.two if self is ClipKind.PARAMETER else one.largest for name, one in gradient.items()}
+        every = gradient.values()
+        sums = {ClipKind.SUM: sum(one.one for one in every), ClipKind.LARGEST: max((one.largest for one in every), default=0.0)}
+        return dict.fromkeys(gradient, sums.get(self, gradient.total))
 
-WORDS = {kind: ("clip-norm", f"its {kind.value} is clipped to {{:.6g}}") for kind in ClipKind if kind is not ClipKind.NORM} | {
+
+WORDS = {
+    ClipKind.LARGEST: ("clip-norm", "its largest absolute value is clipped to {:.6g}"),
+    ClipKind.SUM: ("clip-norm", "its sum of absolute values is clipped to {:.6g}"),
     ClipKind.ENTRY: ("clip-by-value", "entries beyond {:.6g} are cut"),
     ClipKind.PARAMETER: ("clip-per-tensor", "that of each parameter is clipped to {:.6g}"),
 }
@@ -37,137 +48,106 @@ WORDS = {kind: ("clip-norm", f"its {kind.value} is clipped to {{:.6g}}") for kin
 
 @dataclass(frozen=True)
 class Clip:
-    """One way of clipping: all that is beyond ``limit`` is scaled down to it, or, of ``ENTRY``, cut off."""
+    """What an update uses of a gradient: ``share`` times it, and what is beyond ``limit`` scaled down or, of ENTRY, cut off."""
 
-    kind: ClipKind
-    limit: float
+    kind: ClipKind | None = None
+    limit: float = math.inf
+    share: float = 1.0
 
     @property
     def usual(self) -> bool:
-        return any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
+        """Whether people write this limit."""
+        return self.kind is None or any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
 
-
-def measure(kind: ClipKind, gradient: Gradient, name: str) -> float:
-    """Return what clipping compares with its limit: of all parameters together, or of one."""
-    if kind is ClipKind.LARGEST:
-        return max((one.largest for one in gradient.values()), default=0.0)
-    if kind is ClipKind.SUM:
-        return sum(one.one for one in gradient.values())
-    return gradient[name].two if kind is ClipKind.PARAMETER else gradient.total
-
-
-@dataclass
-class GradientPassage:
-    """A gradient after the last backward pass (``held``), and at the update.
-
-    ``ratios`` by parameter, where one is a multiple of the other; ``clamped``: the others, if their entries are cut at one value;
-    ``odd``: those that are explained by neither.
-    """
-
-    held: Gradient
-    ratios: dict[str, float] = field(default_factory=dict)
-    clamped: dict[str, float] = field(default_factory=dict)
-    odd: list[str] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, held: Gradient, used: Gradient) -> GradientPassage:
-        """Compare two gradients, parameter by parameter."""
-        found = cls(held)
-        for name in [name for name, one in held.items() if name in used and one.two != 0]:
-            before, after = held[name].values, used[name].values
-            limit = float(after.abs().max())
-            inside = (after.abs() < limit * (1 - SAME)) & (before != 0)
-            slope = float((after[inside] / before[inside]).median()) if bool(inside.any()) else 1.0
-            ratio = float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
-            if _near(before, after, ratio * before):
-                found.ratios[name] = ratio
-            elif _near(before, after, (slope * before).clamp(-limit, limit)):
-                found.clamped[name] = limit
-            else:
-                found.odd.append(name)
-        return found
-
-
-def _near(before: Tensor, after: Tensor, made: Tensor) -> bool:
-    return float((after - made).norm()) <= SAME * float(after.norm())
+    def used(self, gradient: Gradient, names: Collection[str]) -> Samples:
+        """Return the entries of some parameters' gradients as the update uses them."""
+        values = {name: self.share * gradient[name].values for name in names}
+        if self.kind is None:
+            return values
+        if self.kind is ClipKind.ENTRY:
+            return {name: one.clamp(-self.limit, self.limit) for name, one in values.items()}
+        sizes = self.kind.sizes(gradient)
+        return {name: one * min(1.0, self.limit / (self.share * sizes[name] + 1e-6)) for name, one in values.items()}
 
 
 @dataclass
 class ClipReading:
     """What happens to the gradient before the update.
 
-    ``factor``: what it is always multiplied by (1/scale of a GradScaler, 1/parts). ``clip``: how it is clipped, in units of the
-    gradient after ``factor``; None where nothing is. ``largest``: the largest norm that went through. ``outliers``: parameters
-    with another factor than the rest. ``odd``: what this does not explain. ``passed``: longer norms than the limit that went
-    through as they were.
+    ``way``: its share is what a GradScaler or the number of parts divides by. ``largest``: the largest norm that went through.
+    ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: longer norms
+    than the limit that went through as they were.
     """
 
-    factor: float = 1.0
-    clip: Clip | None = None
+    way: Clip = Clip()
     largest: float = 0.0
     outliers: dict[str, float] = field(default_factory=dict)
     odd: list[str] = field(default_factory=list)
     passed: list[float] = field(default_factory=list)
 
 
-def read_clipping(sessions: Sequence[Sequence[Update]], factor: float | None = None) -> ClipReading:
-    """Return what happens to the gradients of several sessions.
+def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = None) -> ClipReading:
+    """Return what happens to the gradients of several sessions, by the way that explains them best.
 
-    ``factor``: what they are always multiplied by; None: to be read from the last session, whose gradients are so small that no
-    clipping bites.
+    The limit of each way is the largest measure of what was used. ``share``: what gradients are always multiplied by; None: to be
+    read from the last session, whose gradients are so small that no clipping bites.
     """
-    groups = [[GradientPassage.of(one.held, one.gradient) for one in session if one.held] for session in sessions]
-    passages = [one for group in groups for one in group if one.ratios or one.clamped]
-    reading = ClipReading(odd=list(dict.fromkeys(name for group in groups for one in group for name in one.odd)))
-    if not passages:
-        return reading
-    reading.outliers = _outliers(passages)
-    for one in passages:  # ``held`` is what the ratios are to, without the outliers' own factors
-        own = {name: reading.outliers.get(name, 1.0) for name in one.ratios}
-        one.held = Gradient({name: one.held[name].times(abs(times)) for name, times in own.items()})
-        one.ratios = {name: ratio / own[name] for name, ratio in one.ratios.items()}
-    if factor is None:
-        last = next((group for group in reversed(groups) if group), [])
-        small = [median(one.ratios.values()) for one in last if one.ratios]
-        factor = small[-1] if small and spread(small) <= SAME < abs(small[-1] - 1) else 1.0
-    reading.factor, reading.largest = factor, max(factor * one.held.total for one in passages)
-    if limits := [limit for one in passages for limit in one.clamped.values()]:
-        reading.clip = Clip(ClipKind.ENTRY, median(limits))
-        reading.odd += [name for one in passages for name in one.clamped] if spread(limits) > 1e-3 else []
-        return reading
-    least = factor * (1 - SAME)
-    cut = [(one, name, ratio) for one in passages for name, ratio in one.ratios.items() if ratio < least]
-    grown = [name for one in passages for name, ratio in one.ratios.items() if ratio > factor * (1 + SAME)]
-    if grown or not cut:
-        reading.odd += dict.fromkeys(grown)
-        return reading
-    uneven = any(spread(list(one.ratios.values())) > SAME for one, _, _ in cut)
-    whole = (ClipKind.NORM, ClipKind.LARGEST, ClipKind.SUM)
-    found = []
-    for kind in (ClipKind.PARAMETER,) if uneven else whole:  # what every gradient that is cut comes down to is the limit
-        bounds = [ratio * measure(kind, one.held, name) for one, name, ratio in cut]
-        found.append((spread(bounds), Clip(kind, median(bounds))))
-    apart = min(apart for apart, _ in found)
-    steadiest = [clip for own, clip in found if own <= max(10 * apart, SAME)]
-    reading.clip = clip = next((one for one in steadiest if one.usual), steadiest[0])
-    if apart > 1e-3:
-        reading.odd = list(dict.fromkeys(name for _, name, _ in cut))
-    if not uneven:
-        free = [factor * measure(clip.kind, one.held, "") for one in passages if one.ratios and min(one.ratios.values()) >= least]
-        reading.passed = [norm for norm in free if norm > BITES * clip.limit]
+    groups = [[_both(one) for one in session if one.held] for session in sessions]
+    groups = [kept for group in groups if (kept := [pair for pair in group if pair[0]])]
+    if not groups:
+        return ClipReading()
+    pairs = [pair for group in groups for pair in group]
+    ratios = [{name: _ratio(held[name].values, used[name].values) for name in held} for held, used in pairs]
+    outliers = _outliers(ratios)
+    if share is None:
+        small = [median(one.values()) for one in ratios[-len(groups[-1]) :]]
+        share = small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0
+    pairs = [(Gradient({n: one.times(abs(outliers.get(n, 1.0))) for n, one in held.items()}), used) for held, used in pairs]
+
+    def error(way: Clip, held: Gradient, used: Gradient) -> dict[str, float]:
+        made = way.used(held, held)
+        return {n: float((one.values - made[n]).norm()) / max(float(one.values.norm()), 1e-300) for n, one in used.items()}
+
+    plain = Clip(share=share)
+    untouched = [error(plain, *pair) for pair in pairs]
+    found = [(max(EXACT, *(max(one.values()) for one in untouched)), False, plain, untouched)]
+    for kind in ClipKind if found[0][0] > EXACT else ():
+        way = Clip(kind, max(max(kind.sizes(used).values()) for _, used in pairs), share)
+        errors = [min(error(way, *pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
+        found.append((max(EXACT, *map(_worst, errors)), not way.usual, way, errors))
+    worst, _, way, errors = min(found, key=lambda one: one[:2])
+    reading = ClipReading(way if worst <= FITS else plain, share * max(held.total for held, _ in pairs), outliers)
+    if worst > FITS:
+        reading.odd = list(dict.fromkeys(name for one in errors for name, own in one.items() if own > FITS))
+    elif way.kind is not None:
+        norms = [share * max(way.kind.sizes(held).values()) for held, _ in pairs]
+        free = (norm for norm, one in zip(norms, untouched, strict=True) if _worst(one) <= EXACT)
+        reading.passed = [norm for norm in free if norm > BITES * way.limit]
     return reading
 
 
-def _outliers(passages: Sequence[GradientPassage]) -> dict[str, float]:
+def _both(update: Update) -> tuple[Gradient, Gradient]:
+    """Return the gradients after the last backward pass and at the update, of the parameters that have both."""
+    names = [name for name, one in update.held.items() if name in update.gradient and one.two != 0]
+    return Gradient({name: update.held[name] for name in names}), Gradient({name: update.gradient[name] for name in names})
+
+
+def _worst(errors: dict[str, float]) -> float:
+    return max(errors.values())
+
+
+def _ratio(before: Tensor, after: Tensor) -> float:
+    return float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
+
+
+def _outliers(ratios: Sequence[dict[str, float]]) -> dict[str, float]:
     """Return the few parameters whose factor is always the same multiple of the others'."""
     found: dict[str, float] = {}
-    first = passages[0].ratios
-    middles = [median(one.ratios.values()) if one.ratios else 0.0 for one in passages]
-    for name in first:
-        factors = [one.ratios[name] / mid for one, mid in zip(passages, middles, strict=True) if mid and name in one.ratios]
+    for name in ratios[0]:
+        factors = [one[name] / middle for one in ratios if name in one and (middle := median(one.values()))]
         if factors and abs(factors[0] - 1) > 1e-3 and max(factors) - min(factors) <= SAME * abs(factors[0]):
             found[name] = factors[0]
-    return found if len(found) * 2 < len(first) and len(passages) > 1 else {}
+    return found if len(found) * 2 < len(ratios[0]) and len(ratios) > 1 else {}
 
 
 def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float | None) -> None:
@@ -181,13 +161,13 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
         findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after")
         findings.differ("clip", 1.0)
 
-    clip, factor, passed = reading.clip, reading.factor, reading.passed
-    before = Clip(ClipKind.NORM, clip.limit / factor if clip and factor else 0.0)  # of the gradient that a GradScaler has scaled
-    apart = abs(clip.limit / wanted - 1) if clip and wanted else math.inf
+    clip, share, passed = reading.way, reading.way.share, reading.passed
+    before = Clip(ClipKind.NORM, clip.limit / share if share else 0.0)  # of the gradient that a GradScaler has scaled
+    apart = abs(clip.limit / wanted - 1) if wanted else math.inf
     left = f"norms up to {max(passed, default=reading.largest):.4g} are left as they are"
     if passed and wanted:
         add("clip-missing", f"in {len(passed)} of the updates {left}")
-    if clip is None:
+    if clip.kind is None:
         if wanted and reading.largest > wanted * BITES:
             add("clip-missing", left)
         elif wanted is None:
@@ -197,10 +177,11 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
     elif clip.kind in WORDS:
         id, words = WORDS[clip.kind]
         add(id, words.format(clip.limit))
-    elif factor < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
-        add("clip-before-unscaling", f"the gradient, still multiplied by {1 / factor:g}, is clipped to {before.limit:.6g}")
+    elif share < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
+        add("clip-before-unscaling", f"the gradient, still multiplied by {1 / share:g}, is clipped to {before.limit:.6g}")
     elif wanted is None:
-        words = f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
-        findings.notes.append(words)
+        findings.notes.append(
+            f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
+        )
     elif apart > 1e-3:
         add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}")

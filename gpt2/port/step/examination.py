@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -131,11 +132,12 @@ class StepExamination:
         moves = StepMoves(sessions, self.settings, roles)
         if moves.moving:
             UpdateJudge(findings, moves).judge()
-            share, self.clip.clip = moves.way.share, moves.way.clip or self.clip.clip
-            self.clip.factor *= share
+            share = self.clip.way.share * moves.way.share
+            hidden = moves.way if moves.way.kind else self.clip.way  # of gradients that only the update uses
+            self.clip.way = replace(hidden, share=share)
             summed = [one.gradient.total for session in sessions for one in session if one.summed]
             if summed and not moves.odd:
-                self.clip.largest = share * max(summed)
+                self.clip.largest = moves.way.share * max(summed)
         judge_clipping(findings, self.clip, self.settings.clip)
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
         known = bool(moves.moving) and not moves.odd
@@ -164,7 +166,7 @@ class StepExamination:
             if reading is not None:
                 self.read = True
                 own = findings if number == 0 else StepFindings(self._places)  # a later call only adds causes
-                judge_loss(own, batch, reading, self.clip.factor, config.eos_token_id)
+                judge_loss(own, batch, reading, self.clip.way.share, config.eos_token_id)
                 findings.causes += own.causes if own is not findings else []
         if self.read and (self.settings.padded or not findings.causes[earlier:]):
             self._padded()
@@ -184,7 +186,7 @@ class StepExamination:
             return
         reading = read_loss(call.forwards, batch)
         if reading is not None and math.isfinite(call.loss):
-            judge_loss(own, batch, reading, self.clip.factor, self.ours.config.eos_token_id)
+            judge_loss(own, batch, reading, self.clip.way.share, self.ours.config.eos_token_id)
         found = [one for one in own.causes if one.id in PADDED]
         if self.settings.padded:
             self.findings.causes += found

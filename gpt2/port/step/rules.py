@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,14 +31,13 @@ BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
 EPSILONS = (1e-8, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
 DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
-MAX_BETA2, MAX_EPS = 0.99999, 1e-2  # beyond them, Adam is what SGD is
 
 # The step whose factors correct the moments' bias: the right one, none, the one after, or that of one moment only.
 Correction = Literal["full", "none", "late", "first", "second"]
 # Where eps is added: to the corrected root, inside the root, or to the root before its correction.
-DecayPlace = Literal["outside", "inside", "before"]
+EpsPlace = Literal["outside", "inside", "before"]
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
-PLACES: tuple[DecayPlace, ...] = get_args(DecayPlace)
+PLACES: tuple[EpsPlace, ...] = get_args(EpsPlace)
 
 
 @dataclass(frozen=True)
@@ -54,25 +53,20 @@ class Rule:
     beta2: float = 0.999
     eps: float = 1e-8
     correction: Correction = "full"
-    place: DecayPlace = "outside"
+    place: EpsPlace = "outside"
     amsgrad: bool = False
     coupled: float = 0.0
     lost: bool = False
     counted: bool = False
 
 
-@dataclass(frozen=True)
-class Track:
+class Track(NamedTuple):
     """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient."""
 
     before: Array
     gradient: Array
     change: Array
     seen: NDArray[np.bool_]
-
-    def then(self, later: Track) -> Track:
-        """Return this track, and then another."""
-        return Track(*(np.concatenate([vars(one)[name] for one in (self, later)]) for name in vars(self)))
 
     @property
     def sample(self) -> Track:
@@ -95,14 +89,13 @@ def directions(rule: Rule, track: Track) -> Array:
             step *= rule.counted
         step += 1
         if rule.kind == "sgd":
-            m = b1 * m + g
-            out[t] = m
+            out[t] = m = b1 * m + g
         else:
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             most = np.maximum(most, v) if rule.amsgrad else v
             at = step + (rule.correction == "late")
-            c1 = max(1 - b1**at, 1e-300) if rule.correction not in ("none", "second") else 1.0
-            c2 = max(1 - b2**at, 1e-300) if rule.correction not in ("none", "first") else 1.0
+            c1 = 1 - b1**at if rule.correction not in ("none", "second") else 1.0
+            c2 = 1 - b2**at if rule.correction not in ("none", "first") else 1.0
             inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
             root = np.sqrt(most / c2 + inside) + before / math.sqrt(c2) + outside
             out[t] = m / (c1 * np.where(root == 0, 1.0, root))
@@ -114,7 +107,6 @@ class RuleFit:
     """A rule on one parameter: its rates and decays by step (K,), NaN where unknown, and the error relative to the changes.
 
     ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
-    ``residual`` (K, n): what is left of the changes.
     """
 
     rule: Rule
@@ -122,16 +114,13 @@ class RuleFit:
     decays: Array
     error: float
     doubts: Array
-    residual: Array
 
     @property
     def decay(self) -> float | None:
         """The decay over the rate; None if it cannot be known."""
         known = ~np.isnan(self.decays) & (np.abs(self.rates) > 0)
-        if not bool(known.any()):
-            return None
-        value = float(np.median(self.decays[known] / self.rates[known]))
-        return 0.0 if abs(value) < 1e-6 else value
+        value = float(np.median(self.decays[known] / self.rates[known])) if bool(known.any()) else None
+        return 0.0 if value is not None and abs(value) < 1e-6 else value
 
 
 def fit(track: Track, rule: Rule, earlier: Track | None = None) -> RuleFit:
@@ -140,7 +129,8 @@ def fit(track: Track, rule: Rule, earlier: Track | None = None) -> RuleFit:
     ``earlier``: the track whose moments go on here.
     """
     change, before = track.change, track.before
-    direction = directions(rule, earlier.then(track) if earlier else track)[-len(change) :]
+    whole = Track(*(np.concatenate(both) for both in zip(earlier, track, strict=True))) if earlier else track
+    direction = directions(rule, whole)[-len(change) :]
     uu, up, pp = (direction * direction).sum(-1), (direction * before).sum(-1), (before * before).sum(-1)
     ud, pd = -(direction * change).sum(-1), -(before * change).sum(-1)
     determinant = uu * pp - up * up
@@ -149,43 +139,39 @@ def fit(track: Track, rule: Rule, earlier: Track | None = None) -> RuleFit:
     rates = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
     decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
     residual = change + rates[:, None] * direction + np.nan_to_num(decays)[:, None] * before
-    left = math.sqrt(float((residual * residual).sum())) - ROUNDING * math.sqrt(float(pp.sum()))
-    error = max(0.0, left) / (math.sqrt(float((change * change).sum())) or math.inf)
-    doubts = ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf))
-    return RuleFit(rule, rates, decays, error, doubts, residual)
+    left = float(np.linalg.norm(residual)) - ROUNDING * math.sqrt(float(pp.sum()))
+    error = max(0.0, left) / (float(np.linalg.norm(change)) or math.inf)
+    return RuleFit(rule, rates, decays, error, ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf)))
 
 
 def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
     """Return the error of a rule on some parameters together, each with its own rates and decays, relative to all changes."""
-    if rule.beta2 > MAX_BETA2 or rule.eps > MAX_EPS:
-        return math.inf
     sizes = [float((track.change**2).sum()) for track in tracks]
     errors = (fit(track, rule).error ** 2 * size for track, size in zip(tracks, sizes, strict=True))
     return math.sqrt(sum(errors) / max(sum(sizes), 1e-300))
 
 
-def rule_table(settings: StepSettings) -> Iterator[Rule]:
-    """Yield the rules that people write, AdamW and the usual mistakes before the rare."""
+def rule_table(settings: StepSettings) -> list[Rule]:
+    """Return the rules that people write, AdamW and the usual mistakes before the rare."""
     adam = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999)
-    momentum, lost, largest = Rule("sgd", 0.9), replace(adam, lost=True), replace(adam, amsgrad=True)
-    decays = dict.fromkeys(decay for decay in (settings.weight_decay, *DECAYS) if decay)
-    coupled = [replace(adam, coupled=decay) for decay in decays]
-    yield from (adam, lost, Rule("sgd", 0.0), replace(lost, counted=True), momentum, *coupled[:2])
-    yield from (replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES))
-    yield from (largest, replace(adam, beta1=0.0, correction="none"))
-    yield from (replace(largest, place="inside"), replace(largest, correction="none"))
+    sgd, lost, largest = Rule("sgd", 0.0), replace(adam, lost=True), replace(adam, amsgrad=True)
+    coupled = [replace(adam, coupled=decay) for decay in dict.fromkeys((settings.weight_decay, *DECAYS)) if decay]
+    rules = [adam, lost, sgd, replace(lost, counted=True), replace(sgd, beta1=0.9), *coupled[:2]]
+    rules += [replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES)]
+    rules += [largest, replace(adam, beta1=0.0, correction="none"), replace(largest, place="inside")]
     for one in coupled:
-        yield from (one, replace(one, correction="none"), replace(one, correction="late"), replace(one, place="inside"))
-        yield from (replace(one, amsgrad=True), replace(momentum, coupled=one.coupled))
+        rules += [one, replace(one, correction="none"), replace(one, correction="late"), replace(one, place="inside")]
+        rules += [replace(one, amsgrad=True), replace(sgd, beta1=0.9, coupled=one.coupled)]
+    return list(dict.fromkeys(rules))
 
 
-def constants(rule: Rule, settings: StepSettings) -> Iterator[Rule]:
-    """Yield a rule with other usual constants: betas, also swapped, then an eps."""
+def constants(rule: Rule, settings: StepSettings, epsilons: Sequence[float] = ()) -> Iterator[Rule]:
+    """Yield a rule with other usual constants: betas, also swapped, each with ``epsilons`` too; then an eps."""
     one, two = settings.beta1, settings.beta2
     firsts, seconds = ([b for b in dict.fromkeys(row) if b is not None] for row in ((one, *BETAS1, two), (two, *BETAS2, one)))
-    if (rule.beta1 or rule.kind == "adam") and not (rule.lost and not rule.counted):
-        pairs = itertools.product(firsts if rule.beta1 else [0.0], seconds if rule.kind != "sgd" else [rule.beta2])
-        yield from (replace(rule, beta1=a, beta2=b) for a, b in pairs)
+    pairs = itertools.product(firsts if rule.beta1 else [0.0], seconds if rule.kind == "adam" else [rule.beta2])
+    for a, b in pairs if (rule.beta1 or rule.kind == "adam") and not (rule.lost and not rule.counted) else ():
+        yield from (replace(rule, beta1=a, beta2=b, eps=eps) for eps in (rule.eps, *epsilons))
     if rule.kind == "adam":
         yield from (replace(rule, eps=eps) for eps in EPSILONS)
 
@@ -195,23 +181,14 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, quick: bool
 
     ``quick``: with the constants of the settings alone.
     """
-    tracks = [track.sample for track in tracks]
-    best, error = Rule(), math.inf
-    rules = list(dict.fromkeys(rule_table(settings)))
-    others = itertools.chain(*(constants(rule, settings) for rule in ([] if quick else rules)))
-    for enough, some in ((EXACT, rules), (FITS, others)):
-        for rule in some if error > enough else ():
-            if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
-                best, error = rule, own
-            if error <= EXACT:
-                break
-    if error > FITS and not quick:  # another eps beside other betas
-        near = min(constants(rules[0], settings), key=lambda rule: error_of(rule, tracks))
-        own, rule = min(((error_of(one, tracks), one) for one in constants(near, settings)), key=lambda one: one[0])
-        best, error = (rule, own) if own < error / BETTER else (best, error)
-    if best.kind == "adam" and max(best.beta1, best.beta2) < 1e-3:  # moments that hold one step: they are lost
-        lost = Rule(eps=best.eps, place=best.place, coupled=best.coupled, lost=True)
-        best = lost if error_of(lost, tracks) <= max(EXACT, 2 * error) else best
+    tracks, table = [track.sample for track in tracks], rule_table(settings)
+    others = (constants(rule, settings, EPSILONS if rule is table[0] else ()) for rule in ([] if quick else table))
+    best, error = table[0], math.inf
+    for number, rule in enumerate(itertools.chain(table, *others)):
+        if error <= (EXACT if number < len(table) else FITS):
+            break
+        if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
+            best, error = rule, own
     return best, error
 
 

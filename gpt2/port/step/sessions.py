@@ -17,9 +17,8 @@ from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
-from gpt2.port.step.clipping import GradientPassage
 from gpt2.port.step.loss import StepBatch
-from gpt2.port.step.records import Gradient, Sampled, Sampler, Update, Watched
+from gpt2.port.step.records import Sampled, Sampler, Watched
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.watching import Casts, Watch
 
@@ -218,39 +217,25 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
     """
     calls = [call for session in sessions for call in session]
     updates = [update for call in calls for update in call.updates]
-
-    def sum_of(gradient: Gradient) -> Sampled:
-        return reduce(Sampled.plus, (gradient[name] for name in names if name in gradient))
-
-    def uses_sum(update: Update, keeper: str) -> bool:
-        """Whether ``.grad`` of the keeper is a multiple of the sum of all gradients, or cut from it."""
-        if keeper not in update.gradient or not any(name in update.held for name in names):
-            return False
-        return not GradientPassage.of(Gradient({keeper: sum_of(update.held)}), update.gradient).odd
-
-    equal = all(torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
-    keeper = next((one for one in names if all(uses_sum(update, one) for update in updates)), None)
-    if len(names) < 2 or not updates or not equal or keeper is None:
+    keepers = {name for update in updates for name in names if name in update.gradient}
+    apart = any(not torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
+    if len(keepers) != 1 or apart or any(name not in update.held for update in updates for name in names):
         return
-    for gradient in (one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)):
-        if any(name in gradient for name in names):
-            gradient[keeper] = sum_of(gradient)
-    others = set(names) - {keeper}
-    for update in updates:
-        if not isinstance(sampler.indices[keeper], slice):  # a sum of samples has the norms of .grad, which is its multiple
-            held, used = update.held[keeper], update.gradient[keeper]
-            share = float(held.values @ used.values / (held.values @ held.values))
-            update.held[keeper] = used.times(1 / share)._replace(values=held.values) if share > 0 else held
+    (keeper,), others = keepers, set(names) - keepers
+    passes = [one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)]
+    for gradient in passes:
+        gradient[keeper] = reduce(Sampled.plus, (gradient[name] for name in names if name in gradient))
+    for update in updates:  # a sum of samples has the norms of .grad, which is its multiple
+        held, used = update.held[keeper].values, update.gradient[keeper]
+        share = float(held @ used.values / (held @ held))
+        update.held[keeper] = used.times(1 / share)._replace(values=held) if share > 0 else update.held[keeper]
     for call in calls:
         call.trains -= others
-    gradients = [call.start for call in calls] + [one.gradient for one in updates]
-    gradients += [one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)]
-    for name in others:
-        del sampler.parameters[name], sampler.indices[name]
-        for gradient in gradients:
-            gradient.pop(name, None)
-        for update in updates:
-            del update.before[name], update.after[name]
+    every = [*passes, *(call.start for call in calls), *(update.gradient for update in updates)]
+    every += [update.before for update in updates] + [update.after for update in updates]
+    for record in (*every, sampler.parameters, sampler.indices):
+        for name in others:
+            record.pop(name, None)
 
 
 def takes_model(make_step: Callable[..., Any], name: str) -> None:

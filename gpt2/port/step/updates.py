@@ -10,76 +10,84 @@ from statistics import median
 import numpy as np
 import torch
 
-from gpt2.port.step import rules
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.clipping import LIMITS, Clip, ClipKind, measure
-from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Rule, RuleFit, Track, fit, spread
+from gpt2.port.step.clipping import LIMITS, Clip, ClipKind
+from gpt2.port.step.records import Update
+from gpt2.port.step.rules import (
+    EPSILONS,
+    FITS,
+    ROUNDED,
+    STEADY,
+    Array,
+    Rule,
+    RuleFit,
+    Track,
+    error_of,
+    fit,
+    plainest,
+    rates_of,
+    recognised_rule,
+    rule_table,
+    spread,
+)
 from gpt2.port.step.settings import StepSettings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
 CLOSE = 1e-4  # relative difference of constants that are meant to be equal
-CORRECTED = {
-    one: f"{moments} is divided by 1 - beta**t"
-    for one, moments in {"none": "neither moment", "first": "only the first moment", "second": "only the second"}.items()
-}
+# How a formula departs: what it is in a rule, the cause, and words.
+FORMULAS = (
+    ("amsgrad", True, "amsgrad", "the largest second moment so far is used"),
+    ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
+    ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
+    ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
+    ("correction", "first", "bias-correction-missing", "only the first moment is divided by 1 - beta**t"),
+    ("correction", "second", "bias-correction-missing", "only the second is divided by 1 - beta**t"),
+    ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
+    ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
+)
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
 LARGE = ("matrix", "embedding")  # what decays
 FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
-Tracks = dict[str, Track]
 
 
-@dataclass(frozen=True)
-class UpdateWay:
-    """What updates use of gradients that ``.grad`` never holds: a share of their sum, clipped in a way that nothing shows."""
-
-    share: float = 1.0
-    clip: Clip | None = None
-
-    def tracks(self, updates: Sequence[Update], names: Collection[str]) -> Tracks:
-        """Return the tracks of some parameters over a session."""
-        return {name: self._track(updates, name) for name in names}
-
-    def _track(self, updates: Sequence[Update], name: str) -> Track:
-        rows = [self._used(one.gradient, name) if name in one.gradient else 0.0 * one.before[name].numpy() for one in updates]
+def tracks_of(updates: Sequence[Update], names: Collection[str], way: Clip) -> dict[str, Track]:
+    """Return the tracks of some parameters over a session, whose updates use their gradients in this way."""
+    used = [way.used(one.gradient, [name for name in names if name in one.gradient]) for one in updates]
+    tracks = {}
+    for name in names:
+        rows = [own.get(name, torch.zeros_like(one.before[name])) for own, one in zip(used, updates, strict=True)]
         before, after = (torch.stack([getattr(one, side)[name] for one in updates]).numpy() for side in ("before", "after"))
-        return Track(before, np.stack(rows), after - before, np.array([name in one.gradient for one in updates]))
-
-    def _used(self, gradient: Gradient, name: str) -> Array:
-        values, clip = self.share * gradient[name].values.numpy(), self.clip
-        if clip is None:
-            return values
-        if clip.kind is ClipKind.ENTRY:
-            return np.clip(values, -clip.limit, clip.limit)
-        size = self.share * measure(clip.kind, gradient, name)
-        return values * min(1.0, clip.limit / (size + 1e-6))
+        seen = np.array([name in own for own in used])
+        tracks[name] = Track(before, torch.stack(rows).numpy(), after - before, seen)
+    return tracks
 
 
 class StepMoves:
     """The rule and the fit of each parameter that moves in the first session; ``odd``: those that no rule explains.
 
-    ``kept``: moments go on from one session to the next. ``way``: of gradients that were not seen as they are used.
+    ``kept``: moments go on from one session to the next. ``way``: what updates use of gradients that ``.grad`` never holds.
     """
 
     def __init__(self, sessions: Sequence[Sequence[Update]], settings: StepSettings, roles: Mapping[str, str]) -> None:
         self.sessions, self.settings, self.roles = sessions, settings, roles
         first = sessions[0]
+        self.calls = np.array([one.call for one in first])
         self.moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
         self.kept = False
+        if not self.moving:
+            return
         names = [name for name in self.moving if roles[name] == "matrix"] or self.moving
         self.chosen = [names[len(names) // 3], names[2 * len(names) // 3]] if len(names) > 2 else names
-        if self.moving:
-            self.way, rule, error = self._rule_of_most()
-            tracks = self.way.tracks(first, self.moving)
-            steps = [one.call for one in first]
-            expected = np.array([settings.rate(step) for step in steps]) if settings.scheduled else np.ones(len(steps))
-            rule = rules.plainest(rule, [tracks[name] for name in self.chosen], expected)
-            for name, track in tracks.items():
-                self._add(name, track, rule, error)
-            self._test_later(tracks)
+        self.way, rule, error = self._rule_of_most()
+        expected = np.array([settings.rate(call) for call in self.calls]) if settings.scheduled else np.ones(len(first))
+        rule = plainest(rule, self._tracks(self.way), expected)
+        tracks = tracks_of(first, self.moving, self.way)
+        for name, track in tracks.items():
+            self._add(name, track, rule, error)
+        self._test_later(tracks)
 
     @property
     def rule(self) -> Rule:
@@ -91,83 +99,79 @@ class StepMoves:
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
-    def _rule_of_most(self) -> tuple[UpdateWay, Rule, float]:
+    def _rule_of_most(self) -> tuple[Clip, Rule, float]:
         """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
         parts = max(update.summed for session in self.sessions for update in session)
-        plain = UpdateWay(1 / parts if parts else 1.0)
-        found = (plain, *rules.recognised_rule(self._tracks(plain), self.settings))
+        plain = Clip(share=1 / parts if parts else 1.0)
+        found = (plain, *recognised_rule(self._tracks(plain), self.settings))
         if not parts and found[2] <= ROUNDED:
             return found
-        clips = [None, *([Clip(ClipKind.NORM, self.settings.clip)] if self.settings.clip else [])]
-        usual = [UpdateWay(share, clip) for share in dict.fromkeys((plain.share, 1.0)) for clip in clips]
-        explained: list[tuple[UpdateWay, Rule, float]] = []
+        given = [self.settings.clip] if self.settings.clip else []
+        ways = [replace(plain, share=share) for share in dict.fromkeys((plain.share, 1.0))]
+        ways += [replace(way, kind=ClipKind.NORM, limit=limit) for way in ways for limit in given]
+        explained: list[tuple[Clip, Rule, float]] = []
         for quick in (True, False):
-            tried = [(way, *rules.recognised_rule(self._tracks(way), self.settings, quick)) for way in usual]
-            tried += self._limited(plain) if quick else []
+            tried = [(way, *recognised_rule(self._tracks(way), self.settings, quick)) for way in ways]
+            tried += self._limited(plain, dict.fromkeys((*given, *LIMITS))) if quick else []
             explained += [one for one in tried if self._explains(*one)]
             if any(not any(self._oddness(one)) for one in explained):
                 break
         return min(explained, key=self._oddness, default=found)
 
-    def _limited(self, plain: UpdateWay) -> Iterator[tuple[UpdateWay, Rule, float]]:
+    def _limited(self, plain: Clip, limits: Collection[float]) -> Iterator[tuple[Clip, Rule, float]]:
         """Yield AdamW with the limit of each kind of clipping that brings it nearest, of those that people write."""
-        adam = next(rules.rule_table(self.settings))
-        limits = dict.fromkeys((*([self.settings.clip] if self.settings.clip else []), *LIMITS))
+        adam = rule_table(self.settings)[0]
         for kind in FREE:
-            ways = [replace(plain, clip=Clip(kind, limit)) for limit in limits]
-            error, way = min(((rules.error_of(adam, self._tracks(way)), way) for way in ways), key=lambda one: one[0])
+            ways = [replace(plain, kind=kind, limit=limit) for limit in limits]
+            error, way = min(((error_of(adam, self._tracks(way)), way) for way in ways), key=lambda one: one[0])
             yield way, adam, error
 
-    def _tracks(self, way: UpdateWay, session: int = 0) -> list[Track]:
-        return list(way.tracks(self.sessions[session], self.chosen).values())
+    def _tracks(self, way: Clip, session: int = 0) -> list[Track]:
+        return list(tracks_of(self.sessions[session], self.chosen, way).values())
 
-    def _explains(self, way: UpdateWay, rule: Rule, error: float) -> bool:
+    def _explains(self, way: Clip, rule: Rule, error: float) -> bool:
         """Whether a rule gives the changes of all sessions."""
         later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
         return error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later)
 
-    def _oddness(self, found: tuple[UpdateWay, Rule, float]) -> tuple[bool, bool, bool]:
+    def _oddness(self, found: tuple[Clip, Rule, float]) -> tuple[bool, bool, bool]:
         """Return what makes one of several answers unlikely: an unusual eps, rates that differ, an unusual limit."""
         way, rule, _ = found
-        rates = rules.rates_of(self._tracks(way), rule)
-        odd = way.clip is not None and way.clip.limit != self.settings.clip and not way.clip.usual
-        return min(abs(rule.eps / eps - 1) for eps in rules.EPSILONS) > 0.01, spread(rates) > STEADY, odd
+        usual = way.usual or way.limit == self.settings.clip
+        return rule.eps not in EPSILONS, spread(rates_of(self._tracks(way), rule)) > STEADY, not usual
 
     def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
-        decay, tried = self.settings.weight_decay, list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
-        tried += [replace(one, coupled=0.0) for one in tried if one.coupled]
-        tried += [replace(one, coupled=decay) for one in tried if decay and not one.coupled]
-        found = fit(track, rule)
-        for one in tried[1:] if found.error > FITS else ():
-            other = fit(track, one)
+        found, rules = fit(track, rule), list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
+        if found.error > FITS:
+            decays = [0.0, self.settings.weight_decay or 0.0]
+            rules += [replace(one, coupled=decay) for one in rules for decay in decays]
+            other = min((fit(track, one) for one in rules), key=lambda one: one.error)
             found = other if other.error < found.error / 1.1 else found
         if found.error > FITS and error <= ROUNDED:
-            own = fit(track, rules.recognised_rule([track], self.settings)[0])
+            own = fit(track, recognised_rule([track], self.settings)[0])
             found = own if own.error < found.error / 30 else found
         self.fits[name] = found
         self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
 
-    def _test_later(self, tracks: Tracks) -> None:
+    def _test_later(self, tracks: dict[str, Track]) -> None:
         """Test the rules in the later sessions, from moments of zero or those that the session before left."""
-        failed_once = False
         for session in self.sessions[1:]:
-            later, fresh, going_on, failed = self.way.tracks(session, self.moving), 0, 0, []
-            for name, track in later.items():
-                rule = self.fits[name].rule
-                if name in self.odd or not bool((track.change != 0).any()):
+            later, fresh, going_on, failed = tracks_of(session, self.moving, self.way), 0, 0, []
+            for name, one in self.known.items():
+                if not bool((later[name].change != 0).any()):
                     continue
-                if fit(track, rule).error <= ROUNDED:
+                if fit(later[name], one.rule).error <= ROUNDED:
                     fresh += 1
-                elif fit(track, rule, tracks[name]).error <= ROUNDED:
+                elif fit(later[name], one.rule, tracks[name]).error <= ROUNDED:
                     going_on += 1
                 else:
                     failed.append(name)
-            self.kept = self.kept or going_on > fresh
-            if self.kept or (failed and failed_once):
+            self.kept = going_on > fresh
+            if self.kept or failed:
+                self.odd += failed if len(failed) > len(self.fits) // 4 else []
                 return
-            self.odd += failed if len(failed) > len(self.fits) // 4 else []
-            tracks, failed_once = later, True
+            tracks = later
 
     @cached_property
     def rates(self) -> Array:
@@ -189,12 +193,12 @@ class StepMoves:
         return found
 
 
+@dataclass(frozen=True)
 class UpdateJudge:
     """Adds the causes in how parameters move to ``findings``."""
 
-    def __init__(self, findings: StepFindings, moves: StepMoves) -> None:
-        self.findings, self.moves, self.settings = findings, moves, moves.settings
-        self.calls = np.array([one.call for one in moves.sessions[0]])
+    findings: StepFindings
+    moves: StepMoves
 
     def judge(self) -> None:
         moves, findings = self.moves, self.findings
@@ -211,7 +215,9 @@ class UpdateJudge:
         elif rule.beta1 < 1e-6 and rule.correction == "none":
             self._add("optimizer-other", f"RMSprop, {at}: no first moment, no correction")
         else:
-            self._formula(rule)
+            for name, value, id, words in FORMULAS:
+                if getattr(rule, name) == value and not (rule.lost and name in ("correction", "place")):
+                    self._add(id, words.format(eps=rule.eps))
             self._constants(rule)
             self._rates()
             self._decays()
@@ -224,25 +230,9 @@ class UpdateJudge:
     def _read_off(self, words: str) -> None:
         self.findings.notes.append(f"read off: {words}")
 
-    def _formula(self, rule: Rule) -> None:
-        formula = not rule.lost
-        for departs, id, words in (
-            (rule.amsgrad, "amsgrad", "the largest second moment so far is used"),
-            (rule.lost, "momentum-lost", "the moments are zero at the beginning of each step"),
-            (formula and rule.correction == "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
-            (formula and rule.correction in CORRECTED, "bias-correction-missing", CORRECTED.get(rule.correction, "")),
-            (formula and rule.place == "inside", "eps-inside-root", f"the divisor is sqrt(v + {rule.eps:.4g})"),
-            (
-                formula and rule.place == "before",
-                "eps-before-correction",
-                f"{rule.eps:.4g} is added to sqrt(v) before its correction",
-            ),
-        ):
-            if departs:
-                self._add(id, words)
-
     def _constants(self, rule: Rule) -> None:
-        betas, given, settings = (rule.beta1, rule.beta2), (self.settings.beta1, self.settings.beta2), self.settings
+        settings = self.moves.settings
+        betas, given = (rule.beta1, rule.beta2), (settings.beta1, settings.beta2)
         said, eps = f"betas of {betas[0]:.6g} and {betas[1]:.6g}", f"an eps of {rule.eps:.4g}"
         fix = f"torch.optim.AdamW(groups, lr, betas=({given[0] or 0.9:g}, {given[1] or 0.95:g}), eps=1e-8)"
         differ = any(b is not None and abs(a - b) > CLOSE * (1 - b) for a, b in zip(betas, given, strict=True))
@@ -251,14 +241,14 @@ class UpdateJudge:
             self._add("betas-swapped" if swapped or not differ else "betas-wrong", said, fix=fix)
         elif not rule.lost and None in given:
             self._read_off(said)
-        if rule.place == "outside" and abs(rule.eps / EPSILON - 1) > 0.02:
+        if rule.place == "outside" and rule.eps != EPSILON:
             if (settings.lr, *given, settings.weight_decay, settings.clip) == (None,) * 5:
                 self._read_off(eps)
             else:  # then it is AdamW's
                 self._add("eps-wrong", f"{eps}, not {EPSILON:g}", fix=fix)
 
     def _rates(self) -> None:
-        rates, factors, settings = self.moves.rates, self.moves.factors, self.settings
+        rates, factors, settings = self.moves.rates, self.moves.factors, self.moves.settings
         twice = [name for name, factor in factors.items() if abs(factor - 2) < 0.02]
         others = [name for name in factors if name not in twice]
         if twice:
@@ -271,38 +261,37 @@ class UpdateJudge:
             self._read_off(f"a rate of {_listed(rates)}" + ("" if steady else " (it changes from step to step)"))
             return
         # the rates that the settings say, also those of the steps after and before
-        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (0, 1, -1))
+        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in self.moves.calls]) for by in (0, 1, -1))
         said, live = f"a rate of {_listed(rates)}, not {_listed(expected)}", expected != 0
         if _same(rates, expected):
             return
-        if _same(rates, after) or _same(rates, before):
-            which = "after" if _same(rates, after) else "before"
-            self._add("schedule-step", f"the rate of each step is that of the one {which}: {_listed(rates)}")
-        elif bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
+        for which, shifted in (("after", after), ("before", before)):
+            if _same(rates, shifted):
+                self._add("schedule-step", f"the rate of each step is that of the one {which}: {_listed(rates)}")
+                return
+        if bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
             self._add("rate-wrong", said)
-        elif any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in (after, before)):
-            self._add("rate-wrong", said)
-            self._add("schedule-step", said)
         else:
-            self._add("schedule-wrong", said)
+            late = any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in (after, before))
+            for id in ("rate-wrong", "schedule-step") if late else ("schedule-wrong",):
+                self._add(id, said)
 
     def _decays(self) -> None:
         """Add the causes in the decay: which parameters decay, by how much, and how."""
-        known, wanted, roles = self.moves.known, self.settings.weight_decay, self.moves.roles
+        known, wanted, roles = self.moves.known, self.moves.settings.weight_decay, self.moves.roles
         coupled = {name: one.rule.coupled for name, one in known.items() if one.rule.coupled}
-        values = {name: decay for name, one in known.items() if (decay := one.decay) is not None}
+        values = {name: decay for name, one in known.items() if (decay := one.decay) is not None} | coupled
         amount = median(coupled.values()) if coupled else 0.0
         if coupled:
             how = "is added to the gradient, and so divided by the root of its second moment"
             self._add("decay-coupled", f"{amount:.4g} times the parameter {how}", list(coupled))
-            values = {name: coupled.get(name, decay) for name, decay in values.items()}
         decaying = {role: [name for name in values if values[name] and roles[name] == role] for role in WORDS}
         if wanted is None:
             some = [values[name] for names in decaying.values() for name in names]
             on = ", ".join(WORDS[role] for role in dict.fromkeys(roles[name] for name in values) if decaying[role])
             self._read_off(f"a weight decay of {median(some):.4g}, on {on}" if some else "no weight decay")
             return
-        if small := [name for name in values if name in (*decaying["norm"], *decaying["bias"])]:
+        if small := [*decaying["norm"], *decaying["bias"]]:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
         large = [name for name in values if roles[name] in LARGE]
