@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from statistics import median
 
 import torch
@@ -24,16 +24,8 @@ EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (c
 DEAD = 1e-9  # of the norm of all gradients: a gradient that is none
 SEEN = "from your own gradient of the logits, our model in float64 gives other gradients"
 ADDED = ".grad after each backward pass, and what arrived in it"
-BACKWARD = ("ln_f", "mlp.c_proj", "mlp.c_fc", "ln_2", "attn.c_proj", "attn.", "ln_1")  # the order of its parts
-
-
-def role_of(name: str) -> str:
-    """Return what a parameter is, by the checkpoint's name or that of a part: "embedding", "bias", "norm" or "matrix"."""
-    if name.split(".")[0] in ("wte", "wpe", "head"):
-        return "embedding"
-    if name.endswith(".bias"):
-        return "bias"
-    return "norm" if ".ln_" in f".{name}" else "matrix"
+FORWARD = ("", "ln_1", "attn.", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # parts of a block in the order of their use
+Shares = dict[str, tuple[Tensor, Tensor]]  # of each gradient: what does not come through the head's use of wte, and what does
 
 
 class Roles:
@@ -56,10 +48,13 @@ class Roles:
         return [name for name, held in self.parts.items() if held and all(part in parts for _, part in held)]
 
     def role(self, name: str, parameter: Tensor) -> str:
-        """Return "embedding", "norm", "bias" or "matrix"."""
-        kinds = {role_of(part) for _, part in self.parts.get(name, [])}
-        if len(kinds) == 1 or "embedding" in kinds:
-            return "embedding" if "embedding" in kinds else kinds.pop()
+        """Return "embedding", "norm", "bias" or "matrix": by its parts if they agree, else by its shape and name."""
+        parts = [part for _, part in self.parts.get(name, [])]
+        if any(part.split(".")[0] in ("wte", "wpe", "head") for part in parts):
+            return "embedding"
+        kinds = {"bias" if part.endswith(".bias") else "norm" if part.startswith("ln_") else "matrix" for part in parts}
+        if len(kinds) == 1:
+            return kinds.pop()
         return "matrix" if parameter.ndim >= 2 else "norm" if not kinds and "bias" not in name.split(".")[-1] else "bias"
 
     def where(self, name: str) -> list[str]:
@@ -73,58 +68,34 @@ class Roles:
         return list(dict.fromkeys(found)) or [name]
 
 
-@dataclass(frozen=True)
-class Gradients:
-    """Gradients of one loss by parameter; ``head`` and ``table``: the two shares of those that hold a tied token embedding."""
-
-    whole: Samples
-    head: Samples
-    table: Samples
-
-
-@torch.enable_grad()
-def _two_shares(config: GPT2Config, state: Samples, passes: Iterable[tuple[Tensor, Callable[[Tensor], Tensor]]]) -> Gradients:
-    """Return our model's gradients, summed over ``passes``: ids (b, T), and a number made of their logits (b, T, V)."""
-    model = model_with(config, state.items())
-    model.requires_grad_(True)
-    table = model.wte.weight.detach().clone().requires_grad_(True)
-    for ids, loss in passes:
-        loss(model.head(model.hidden(ids, rows=F.embedding(ids, table)))).backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    assert table.grad is not None
-    head = found.get(TABLE, torch.zeros_like(table))  # none, if the head is untied
-    return Gradients({**found, TABLE: head + table.grad}, {TABLE: head}, {TABLE: table.grad})
-
-
-def expected_gradients(
-    config: GPT2Config, state: Samples, roles: Roles, sampler: Sampler, forwards: Sequence[Forward]
-) -> Gradients:
-    """Return the gradients of a module's parameters for its own gradients of the logits; 0 where the checkpoint has none.
+def expected_gradients(config: GPT2Config, state: Samples, roles: Roles, sampler: Sampler, forwards: Sequence[Forward]) -> Shares:
+    """Return the gradients of a module's parameters for its own gradients of the logits; NaN where the checkpoint has none.
 
     ``state`` is the checkpoint in float64. Parameters that are used scaled or shifted, and those without a place in the
     checkpoint, are left out. The gradients have the sampled entries.
     """
-    mapping = roles.mapping
+    mapping, model = roles.mapping, model_with(config, state.items())
     assert mapping is not None
-
-    def loss(slope: Tensor) -> Callable[[Tensor], Tensor]:
-        given = slope.cpu().double().reshape(len(slope), -1, slope.shape[-1])[..., : config.vocab_size]
-        return lambda logits: (logits[:, -given.shape[1] :] * given).sum()
-
-    right = _two_shares(config, state, ((one.ids.cpu(), loss(one.gradient)) for one in forwards if one.gradient is not None))
-    out = Gradients({}, {}, {})
+    model.requires_grad_(True)
+    table = model.wte.weight.detach().clone().requires_grad_(True)
+    with torch.enable_grad():
+        for one in forwards:
+            assert one.gradient is not None
+            slope = one.gradient.cpu().double().reshape(len(one.ids), -1, one.gradient.shape[-1])[..., : config.vocab_size]
+            logits = model.head(model.hidden(one.ids.cpu(), rows=F.embedding(one.ids.cpu(), table)))
+            (logits[:, -slope.shape[1] :] * slope).sum().backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert table.grad is not None
+    head = {TABLE: found.get(TABLE, torch.zeros_like(table))}  # none, if the head is untied
+    out: Shares = {}
     for name, parameter in sampler.parameters.items():
         source = roles.sources.get(name)
         if source is None or Use() not in mapping.anatomy.recording.uses.get(source.storage, {Use()}):
             continue
         entries = mapping.entries(source).flatten()
-        if entries.numel() != parameter.numel():
-            continue
-        shares = [(out.whole, right.whole)]
-        if config.tie_word_embeddings and any(part in ("wte", "head") for _, part in roles.parts[name]):
-            shares += [(out.head, right.head), (out.table, right.table)]
-        for found, gradients in shares:
-            found[name] = _taken(mapping, entries[sampler.indices[name]], gradients)
+        if entries.numel() == parameter.numel():
+            kept = entries[sampler.indices[name]]
+            out[name] = _taken(mapping, kept, found | {TABLE: table.grad}), _taken(mapping, kept, head).nan_to_num(0.0)
     return out
 
 
@@ -137,17 +108,15 @@ def _taken(mapping: WeightMap, entries: Tensor, gradients: Mapping[str, Tensor])
 
 
 def judge_gradients(
-    findings: StepFindings, call: Watched, made: Gradients, roles: Roles, untied: Collection[str], relative: float = EQUAL
+    findings: StepFindings, call: Watched, made: Shares, roles: Roles, untied: Collection[str], relative: float = EQUAL
 ) -> None:
     """Add the causes in the gradients of a call that are not those of ``made``.
 
     ``untied``: the token embedding and the head, if they are two parameters. ``relative``: the error that rounding explains.
     """
     arrived = call.arrived()
-    got = {name: arrived.get(name, torch.zeros_like(g)).masked_fill(g.isnan(), 0.0) for name, g in made.whole.items()}
-    for share in (made.whole, made.head, made.table):  # the checkpoint has no entry for some, as an unused bias
-        share |= {name: g.nan_to_num(0.0) for name, g in share.items()}
-    right = made.whole
+    got = {name: arrived.get(name, torch.zeros_like(g)).masked_fill(g.isnan(), 0.0) for name, (g, _) in made.items()}
+    right = {name: g.nan_to_num(0.0) + head for name, (g, head) in made.items()}
     whole = total_norm(right)
 
     def same(name: str, expected: Tensor) -> bool:
@@ -161,8 +130,8 @@ def judge_gradients(
     unreached, rest = [name for name in dead if name in call.trains], [name for name in wrong if name not in dead]
     # both embeddings lack what reaches the stream
     lost = any(part == "wpe" for name in (*unreached, *rest) for _, part in roles.parts.get(name, []))
-    for name in [name for name in rest if name in made.head]:
-        head, table = made.head[name], made.table[name]
+    for name in [name for name in rest if bool(made[name][1].any())]:
+        table, head = right[name] - made[name][1], made[name][1]
         ways = (
             ("tied-gradient-lost", "it gets the head's gradient only, not that of the rows that the ids choose", head),
             ("tied-gradient-lost", "it gets the gradient of the rows that the ids choose only, not the head's", table),
@@ -170,11 +139,10 @@ def judge_gradients(
             ("tied-gradient-doubled", "the head's gradient is counted twice", 2 * head + table),
             ("tied-gradient-doubled", "the gradient of the rows is counted twice", head + 2 * table),
         )
-        for id, detail, value in ways:
-            if same(name, value) and not (lost and value is head):
-                findings.add(id, "wte", detail, SEEN)
-                rest.remove(name)
-                break
+        found = next((way for way in ways if same(name, way[2]) and not (lost and way[2] is head)), None)
+        if found:
+            findings.add(found[0], "wte", found[1], SEEN)
+            rest.remove(name)
     if frozen := [name for name in dead if name not in unreached]:
         findings.add("parameters-frozen", frozen, "requires_grad is False for these parameters", SEEN)
     if unreached:
@@ -183,52 +151,40 @@ def judge_gradients(
         factors = [float((got[name] * right[name]).sum() / right[name].square().sum().clamp(min=1e-300)) for name in rest]
         multiples = all(same(name, factor * right[name]) for name, factor in zip(rest, factors, strict=True))
         if multiples and max(factors) - min(factors) < 1e-6 * max(map(abs, factors)):
-            findings.add(
-                "gradient-scaled", rest, f"the gradient of these parameters is multiplied by {median(factors):.6g}", SEEN
-            )
+            detail = f"the gradient of these parameters is multiplied by {median(factors):.6g}"
+            findings.add("gradient-scaled", rest, detail, SEEN)
         elif call.by_hand:
+            depths = {name: max(map(_depth, roles.parts[name])) for name in rest}
+            last = [name for name in rest if depths[name] == max(depths.values())]
             words = f"the backward pass of {' and '.join(sorted(call.by_hand))}, which is written by hand, gives other gradients"
-            findings.add("backward-wrong", _latest(rest, roles), f"{words}, from these parameters on backward", SEEN)
+            findings.add("backward-wrong", last, f"{words}, from these parameters on backward", SEEN)
         else:
             detail = "the gradients of these parameters lack a part, or have one more"
             findings.add("gradient-detached", rest, detail, SEEN, confidence=0.8)
 
 
-def _latest(names: Sequence[str], roles: Roles) -> list[str]:
-    """Return those of some parameters whose part comes first in the backward pass."""
-
-    def order(name: str) -> tuple[int, int]:
-        places = [(1000 if part.startswith("ln_f") else layer, part) for layer, part in roles.parts.get(name, [])]
-        found = ((layer, at) for layer, part in places for at, one in enumerate(BACKWARD) if part.startswith(one))
-        return min(((-layer, at) for layer, at in found if layer is not None), default=(1, 0))
-
-    first = min(map(order, names))
-    return [name for name in names if order(name) == first]
-
-
-# What is added to what
+def _depth(place: tuple[int | None, str]) -> tuple[float, int]:
+    """Return where the forward pass uses a part."""
+    layer, part = place
+    return (math.inf if part.startswith("ln_f") else -1) if layer is None else layer, max(
+        at for at, one in enumerate(FORWARD) if part.startswith(one)
+    )
 
 
 def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:
     """Compare ``.grad`` after each backward pass with what was in it before and what arrived."""
-    kept, lost, other, unknown = list[float](), False, list[float](), False
     moving = {name for call in calls for update in call.updates for name in update.before if update.moves(name)}
+    kept, later, unknown = list[float](), list[float](), False  # shares of what was there, in a first pass and in others
     for call in calls:
-        updated = {update.backwards for update in call.updates}
-        before, fresh = call.start, True
+        updated = {0: call.start} | {update.backwards: call.updates[0].gradient for update in call.updates}
         for number, backward in enumerate(call.backwards):
-            if number in updated:
-                before, fresh = call.updates[0].gradient, True
+            fresh = number in updated
+            before = updated[number] if fresh else call.backwards[number - 1].held
             share, error = _share(before, backward, moving) or (float(not fresh), 0.0)
-            if error > 1e-6:
-                unknown = True
-            elif fresh and share > 0.5:
-                kept.append(share)
-            elif not fresh and abs(share) < 1e-6:
-                lost = True
-            elif abs(share - (not fresh)) > 1e-6:
-                other.append(share)
-            before, fresh = backward.held, False
+            unknown = unknown or error > 1e-6
+            (kept if fresh else later).append(share if error <= 1e-6 else float(not fresh))
+    kept, lost = [share for share in kept if abs(share) > 1e-6], any(abs(share) < 1e-6 for share in later)
+    other = [share for share in later if abs(share) >= 1e-6 and abs(share - 1) > 1e-6]
     if kept:
         times = "" if abs(median(kept) - 1) < 1e-3 else f"{median(kept):.3g} times "
         detail = f"each backward pass adds to {times}the gradient of the step before"
@@ -252,6 +208,5 @@ def _share(before: Gradient, backward: Backward, moving: set[str]) -> tuple[floa
     size, came, old = (torch.cat([one[name].values for name in names]) for one in (held, arrived, before))
     rest = size - came
     share = float(rest @ old / (old @ old)) if bool((old != 0).any()) else 0.0
-    if abs(share) * float(old.norm()) < 1e-9 * float(size.norm()):
-        share = 0.0
+    share *= abs(share) * float(old.norm()) >= 1e-9 * float(size.norm())
     return share, float((rest - share * old).norm()) / max(float(size.norm()), 1e-300)

@@ -6,7 +6,7 @@ of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,7 @@ Told = tuple[str, str, str]  # a cause, what the step does, and the corrected li
 
 @dataclass(frozen=True)
 class StepBatch:
-    """Tokens (B, T + 1), the last IGNORED where nothing follows; ``ignored`` (B, T): targets that are not trained on."""
+    """Tokens (B, T + 1); ``ignored`` (B, T): targets that are not trained on."""
 
     tokens: Tensor
     ignored: Tensor | None = None
@@ -73,64 +73,53 @@ def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | No
     reading = LossReading(blank, torch.zeros(blank.shape, dtype=torch.float64), blank.clone())
     logits, gradient = torch.zeros(2, *blank.shape, size, dtype=torch.float64)
     for number, (forward, given) in enumerate(trained):
-        both = (one.cpu().reshape(len(forward.ids), -1, size) for one in (forward.logits, given))
+        both = (one.cpu().double().reshape(len(forward.ids), -1, size) for one in (forward.logits, given))
         for ids, own, slope in zip(forward.ids.cpu(), *both, strict=True):
             count = min(len(ids), batch.tokens.shape[1])  # of a row that may be shorter or longer than the batch's
-            same = (batch.tokens[:, :count] == ids[:count]).all(1)
-            row, known = int(same.int().argmax()), slope[: blank.shape[1]].abs().amax(-1) > 0
-            if not bool(same.any()):
-                reading.unmatched += 1
-                continue
-            gradient[row, : len(known)] += slope[: len(known)]
-            logits[row, : len(known)] = torch.where(known[:, None], own[: len(known)].double(), logits[row, : len(known)])
-            reading.parts[row, : len(known)] = number
+            rows = (batch.tokens[:, :count] == ids[:count]).all(1).nonzero()[:1, 0]
+            reading.unmatched += not len(rows)
+            known = slope[: blank.shape[1]].abs().amax(-1) > 0
+            for row in rows:
+                gradient[row, : len(known)] += slope[: len(known)]
+                logits[row, : len(known)][known] = own[: len(known)][known]
+                reading.parts[row, : len(known)] = number
     trains = gradient.abs().amax(-1) > 0
-    if not bool(trains.any()):
-        return reading
     at, wanted = logits[trains], gradient[trains]
-    labels, rows = wanted.argmin(-1), torch.arange(len(wanted))
+    if not len(wanted):
+        return reading
+    rows, labels = torch.arange(len(wanted)), wanted.argmin(-1)
 
-    def shape(smoothing: float, factor: float) -> Tensor:
+    def fitted(smoothing: float, factor: float) -> tuple[float, Tensor]:
+        """Return the error of the worst row, and the weight of each (n,), for these numbers."""
         made = (factor * at).softmax(-1).sub_(smoothing / size)
         made[rows, labels] -= 1 - smoothing
-        return made
+        weights = (wanted * made).sum(-1) / made.square().sum(-1).clamp(min=1e-300)
+        left = (wanted - weights[:, None] * made).abs().amax(-1) / wanted.abs().amax(-1)
+        return float(left.max()), weights / factor
 
-    reading.smoothing, reading.factor, reading.error = _free_numbers(wanted, at, shape)
-    reading.weights[trains] = _along(wanted, shape(reading.smoothing, reading.factor)) / reading.factor
-    reading.labels[trains] = labels
+    reading.error, weights = fitted(0.0, 1.0)
+    for numbers in _free_numbers(wanted, at, labels) if reading.error > BOUND else ():
+        error, own = fitted(*numbers)
+        if error < reading.error / BETTER:
+            reading.error, weights, (reading.smoothing, reading.factor) = error, own, numbers
+    reading.weights[trains], reading.labels[trains] = weights, labels
     return reading
 
 
-def _free_numbers(observed: Tensor, at: Tensor, shape: Callable[[float, float], Tensor]) -> tuple[float, float, float]:
-    """Return the smoothing of labels and the factor of logits that explain ``observed`` (n, V), and the worst row's error.
+def _free_numbers(wanted: Tensor, at: Tensor, labels: Tensor) -> tuple[tuple[float, float], ...]:
+    """Return the smoothing of labels alone, and the factor of logits alone, that explain gradients (n, V) of logits ``at`` best.
 
-    ``shape``: a function of both, which returns rows (n, V). Each row has a weight of its own. Smoothing is a share of two rows;
-    without one, the logarithms of all entries but the label's are the factor times the logits ``at`` (n, V), and a constant.
+    A smoothing of s adds w (1_k - 1/V) s. Without one, the logarithms of all entries but the label's are the factor times the
+    logits, and a constant.
     """
-
-    def error(smoothing: float, factor: float) -> float:
-        made = shape(smoothing, factor)
-        left = observed - _along(observed, made)[:, None] * made
-        return float((left.abs().amax(-1) / observed.abs().amax(-1)).max())
-
-    best = 0.0, 1.0, error(0.0, 1.0)
-    if best[2] <= BOUND:
-        return best
-    basis = torch.stack([shape(0.0, 1.0), shape(1.0, 1.0)], -1)
-    shares = torch.linalg.lstsq(basis, observed[..., None]).solution[..., 0]
-    some = observed > 0
-    log, x = (torch.where(some, one, 0.0) for one in (observed.clamp(min=1e-300).log(), at))
+    hot = torch.zeros_like(at).scatter_(-1, labels[:, None], 1.0)
+    basis = torch.stack([at.softmax(-1) - hot, hot - 1 / at.shape[-1]], -1)
+    shares = torch.linalg.lstsq(basis, wanted[..., None]).solution[..., 0]
+    some = wanted > 0
+    log, x = (torch.where(some, one, 0.0) for one in (wanted.clamp(min=1e-300).log(), at))
     log, x = (torch.where(some, one - one.sum(-1, keepdim=True) / some.sum(-1, keepdim=True), 0.0) for one in (log, x))
     factor = float((log * x).sum() / x.square().sum().clamp(min=1e-300))
-    for numbers in ((float((shares[:, 1] / shares.sum(-1)).median()), 1.0), (0.0, factor)):
-        if (found := error(*numbers)) < best[2] / BETTER:
-            best = *numbers, found
-    return best
-
-
-def _along(observed: Tensor, shape: Tensor) -> Tensor:
-    """Return what each row of ``shape`` (n, V) is multiplied by in ``observed``, (n,)."""
-    return (observed * shape).sum(-1) / shape.square().sum(-1).clamp(min=1e-300)
+    return (float((shares[:, 1] / shares[:, 0]).median()), 1.0), (0.0, factor)
 
 
 def judge_loss(

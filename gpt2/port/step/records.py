@@ -28,12 +28,9 @@ class Sampled(NamedTuple):
     def of(cls, tensor: Tensor, values: Tensor | None = None) -> Sampled:
         """Return a tensor with its norms, without a copy of it; ``values``: the entries to keep, in place of all."""
         kept = tensor.reshape(-1) if values is None else values
-        if not tensor.numel():
-            return cls(kept)
         dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
-        two, one = (float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in (2, 1))
-        low, high = tensor.aminmax()
-        return cls(kept, two, one, max(-float(low), float(high)))
+        orders = (2, 1, math.inf) if tensor.numel() else ()
+        return cls(kept, *(float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in orders))
 
     def plus(self, other: Sampled) -> Sampled:
         """Return the sum; its norms are those of the sampled entries, which are all in a small model."""
@@ -41,12 +38,7 @@ class Sampled(NamedTuple):
 
     def times(self, factor: float) -> Sampled:
         """Return the product with a positive number."""
-        return Sampled(self.values * factor, factor * self.two, factor * self.one, factor * self.largest)
-
-
-def total_norm(gradient: Mapping[str, Tensor]) -> float:
-    """Return the norm of all gradients together."""
-    return math.hypot(*(float(g.norm()) for g in gradient.values()))
+        return Sampled(*(factor * one for one in self))
 
 
 class Gradient(dict[str, Sampled]):
@@ -55,23 +47,23 @@ class Gradient(dict[str, Sampled]):
     @property
     def total(self) -> float:
         """The Euclidean norm over all parameters."""
-        return sum(one.two**2 for one in self.values()) ** 0.5
+        return math.hypot(*(one.two for one in self.values()))
 
     def plus(self, other: Gradient) -> Gradient:
         """Return the sum."""
         return Gradient({**self, **{n: self[n].plus(one) if n in self else one for n, one in other.items()}})
 
-    def times(self, factor: float) -> Gradient:
-        """Return the gradient multiplied by a positive number."""
-        return Gradient({name: one.times(factor) for name, one in self.items()})
+
+def total_norm(gradient: Mapping[str, Tensor]) -> float:
+    """Return the norm of all gradients together."""
+    return math.hypot(*(float(g.norm()) for g in gradient.values()))
 
 
-@dataclass(frozen=True)
-class Backward:
+class Backward(NamedTuple):
     """One backward pass: what arrived at each parameter, and ``.grad`` after it was added."""
 
-    arrived: Gradient = field(default_factory=Gradient)
-    held: Gradient = field(default_factory=Gradient)
+    arrived: Gradient
+    held: Gradient
 
 
 @dataclass(frozen=True)
@@ -114,7 +106,7 @@ class Forward:
 class Watched:
     """What was seen in one call of a step."""
 
-    loss: float = float("nan")
+    loss: float = math.nan
     start: Gradient = field(default_factory=Gradient)  # ``.grad`` as the call before left it
     trains: set[str] = field(default_factory=set)  # the parameters that require gradients
     forwards: list[Forward] = field(default_factory=list)
@@ -147,14 +139,15 @@ def updates_of(calls: Sequence[Watched]) -> list[Update]:
     found = []
     for number, call in enumerate(calls):
         done = 0
-        for update in call.updates:
-            gradient, held, passes, summed = update.gradient, update.held, call.backwards[done : update.backwards], 0
-            if not gradient and passes:
-                gradient, held = held, Gradient()
-                if not gradient:
-                    gradient, summed = reduce(Gradient.plus, (one.arrived for one in passes)), len(passes)
-            found.append(replace(update, call=number, gradient=gradient, held=held, summed=summed))
-            done = update.backwards
+        for one in call.updates:
+            passes, update = call.backwards[done : one.backwards], replace(one, call=number)
+            if not one.gradient and one.held and passes:
+                update = replace(update, gradient=one.held, held=Gradient())
+            elif not one.gradient and passes:
+                used = reduce(Gradient.plus, (backward.arrived for backward in passes))
+                update = replace(update, gradient=used, held=Gradient(), summed=len(passes))
+            found.append(update)
+            done = one.backwards
     return found
 
 

@@ -20,7 +20,7 @@ from gpt2.port.recording.forward import plain_attention
 from gpt2.port.step.loss import StepBatch
 from gpt2.port.step.records import Sampled, Sampler, Watched
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.watching import Casts, Watch
+from gpt2.port.step.watching import Watch
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
@@ -64,7 +64,7 @@ class StepSubject:
     def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Callable[[str], None]) -> None:
         self.module, self.make_step, self.vocabulary, self.note_stage = module, make_step, vocabulary, watch
         self.maker = getattr(make_step, "__name__", "make_step")
-        self.casts = Casts.NONE
+        self.keep_casts = False  # that of a step which fails without its casts to narrower dtypes
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
 
@@ -103,15 +103,17 @@ class StepSubject:
         Raises:
             InputError: the step fails, returns no number, returns NaN, or trains another module.
         """
-        while True:
-            try:
-                return self._session(batches, names, factor, as_written)
-            except _CastsNeeded:
-                self.casts = Casts.SCALARS if self.casts is Casts.NONE else Casts.ALL
-            finally:
-                if self.large:
-                    gc.collect()  # an optimizer holds itself in cycles, and with it two tensors of each parameter
-                    give_back_freed_memory()
+        try:
+            return self._session(batches, names, factor, as_written)
+        except StepError as error:
+            if as_written or self.keep_casts or not error.without_casts:
+                raise
+        finally:
+            if self.large:
+                gc.collect()  # an optimizer holds itself in cycles, and with it two tensors of each parameter
+                give_back_freed_memory()
+        self.keep_casts = True
+        return self.session(batches, names, factor)
 
     def _session(
         self, batches: Sequence[StepBatch], names: Collection[str], factor: float, as_written: bool
@@ -158,8 +160,8 @@ class StepSubject:
     def _call(self, step: Step, batch: StepBatch, sampler: Sampler, as_written: bool) -> Watched:
         device = next(iter(sampler.parameters.values())).device
         x, y = batch.ids.to(device), batch.targets.to(device)
-        casts = Casts.ALL if as_written else self.casts
-        watch = Watch(self.module, sampler, Watched(), casts, self.vocabulary, keep_random=as_written)
+        keep_casts = as_written or self.keep_casts
+        watch = Watch(self.module, sampler, self.vocabulary, keep_casts=keep_casts, as_written=as_written)
         try:
             self.note_stage("step")
             with watch, torch.enable_grad():
@@ -168,29 +170,22 @@ class StepSubject:
         except InputError:
             raise
         except Exception as error:
-            if casts is not Casts.ALL and watch.casts:
-                raise _CastsNeeded from error
-            line = error_line(error)
             sizes = "; say the batch that it takes with --set batch_size=..., --set context=..., --set grad_accum=..."
             advice = sizes if any(word in str(error) for word in SHAPES) else ""
-            raise StepError(f"its step fails on x and y of shape {tuple(x.shape)}: {line}{advice}") from error
+            words = f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{advice}"
+            raise StepError(words, bool(watch.casts)) from error
         if self.large:
             give_back_freed_memory()
-        seen = watch.seen
-        seen.loss = _number(loss, self.maker)
-        widths = {one.logits.shape[-1] for one in seen.forwards}
-        if casts is Casts.ALL and not as_written:
-            seen.rounds = max((torch.finfo(dtype).eps for dtype in watch.narrow if dtype.is_floating_point), default=0.0)
-        seen.half = seen.half or (not as_written and any(shape and shape[-1] in widths for shape in watch.halved))
-        return seen
+        watch.seen.loss = _number(loss, self.maker)
+        return watch.seen
 
 
 class StepError(InputError):
-    """Raised when the author's code fails; its cause is the author's exception."""
+    """Raised when the author's code fails; its cause is the author's exception. ``without_casts``: casts had been removed."""
 
-
-class _CastsNeeded(Exception):
-    """Raised when a step fails because its casts to narrower dtypes were removed."""
+    def __init__(self, words: str, without_casts: bool = False) -> None:
+        super().__init__(words)
+        self.without_casts = without_casts
 
 
 def _number(loss: Any, maker: str) -> float:

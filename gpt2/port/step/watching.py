@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from enum import Enum
 from typing import Any
 
 import torch
@@ -24,30 +23,18 @@ PADDING = 128  # columns that are added to the vocabulary, at most
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 
 
-class Casts(Enum):
-    """Which casts from float64 to narrower dtypes are carried out: a few programs need some of them to run."""
-
-    NONE = "none"
-    SCALARS = "scalars"  # of single numbers, as a GradScaler needs
-    ALL = "all"
-
-
 class Watch(DeterministicMode):
     """While entered, notes writes to the module's parameters; with its hooks, all of :class:`Watched`.
 
-    ``halved``: the shapes of the float64 tensors that the step casts to half precision.
+    Casts of single numbers are always carried out, as a GradScaler needs them; others from float64 only with ``keep_casts``.
     """
 
-    def __init__(
-        self, module: nn.Module, sampler: Sampler, seen: Watched, casts: Casts, vocabulary: int, *, keep_random: bool
-    ) -> None:
-        super().__init__(keep_casts=casts is Casts.ALL, keep_random=keep_random)
-        self.keeps_scalars = casts is Casts.SCALARS
-        self.halved: list[tuple[int, ...]] = []
-        self.narrow: set[torch.dtype] = set()
+    def __init__(self, module: nn.Module, sampler: Sampler, vocabulary: int, *, keep_casts: bool, as_written: bool) -> None:
+        super().__init__(keep_casts=keep_casts, keep_random=as_written)
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
-        self.seen = seen
+        self.seen = Watched()
         self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
+        self._halves: set[int] = set()  # the widths of what is cast to half precision
         self._fired: set[str] = set()
         self._open: Update | None = None
         self._task = -1  # the autograd engine's number of the backward pass that runs
@@ -58,14 +45,12 @@ class Watch(DeterministicMode):
         self._handles: list[RemovableHandle] = [self.module.register_forward_hook(self._forward, with_kwargs=True)]
         parts = (part for part in self.module.modules() if part is not self.module)
         self._handles += [part.register_forward_hook(self._part) for part in parts]
-        for name, parameter in self.sampler.parameters.items():
-            if parameter.requires_grad:
-                self._handles.append(parameter.register_hook(self._hook(name, "arrived")))
-                self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(name, "held")))
-                _put_first(parameter, self._handles[-1])
-        self._start = self.sampler.values()
-        self.seen.start = self.sampler.gradients()
         self.seen.trains = {name for name, parameter in self.sampler.parameters.items() if parameter.requires_grad}
+        for parameter, name in ((self.sampler.parameters[name], name) for name in self.seen.trains):
+            self._handles.append(parameter.register_hook(self._hook(name, "arrived")))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(name, "held")))
+            _put_first(parameter, self._handles[-1])
+        self._start, self.seen.start = self.sampler.values(), self.sampler.gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -74,6 +59,7 @@ class Watch(DeterministicMode):
         for handle in self._handles:
             handle.remove()
         self._close()
+        self.seen.half = self.seen.half or any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
         exchanged, left = replace(self._update(), before=self._start, after=self.sampler.values()), self.sampler.gradients()
         if not self.seen.updates and exchanged.changes:  # parameters that were exchanged, not written to
             self.seen.updates.append(replace(exchanged, gradient=left if left.total > 0 else exchanged.held))
@@ -93,11 +79,12 @@ class Watch(DeterministicMode):
         keep = 1 - call.args[1] if drops else call.named.get("p") if call.name in ("bernoulli_", "bernoulli") else None
         if isinstance(keep, float) and 0 < keep < 1:
             self.seen.dropouts.add(round(1 - keep, 9))
-        if call.name == "_to_copy" and call.args[0].dtype == torch.float64:
-            self.narrow |= {call.named["dtype"]} if call.named.get("dtype") else set()
-            if call.named.get("dtype") in HALVES:
-                self.halved.append(tuple(call.args[0].shape))
-            if self.keeps_scalars and call.args[0].numel() == 1:
+        if call.name == "_to_copy" and call.args[0].dtype == torch.float64 and (dtype := call.named.get("dtype")):
+            if dtype in HALVES and not self.keep_random and call.args[0].ndim:
+                self._halves.add(call.args[0].shape[-1])
+            if self.keep_casts and dtype.is_floating_point:
+                self.seen.rounds = max(self.seen.rounds, torch.finfo(dtype).eps)
+            if call.args[0].numel() == 1:
                 return call.run()
         result = super().handle(call)
         self.dropouts.clear()
@@ -134,7 +121,7 @@ class Watch(DeterministicMode):
         updated = self._open is not None and task != self._task
         if not self.seen.backwards or updated or (kind == "arrived" and key in self._fired):
             self._close()
-            self.seen.backwards.append(Backward())
+            self.seen.backwards.append(Backward(Gradient(), Gradient()))
             self._fired = set()
         self._fired.add(key)
         self._task = task
