@@ -127,7 +127,7 @@ def _diagnosis(args: DiagnoseSettings) -> "Diagnosis":
     from gpt2.port.diagnosis.runner import run
     from gpt2.port.step.settings import StepSettings
 
-    StepSettings.parse(args.set)  # a misspelt key is refused before anything is read or built
+    StepSettings.of(args.set)  # a misspelt key is refused before anything is read or built
     what: Any = args.what
     if args.step is None and not re.search(r"\.py(:.*)?$", what):
         with Status(f"reading {what}") as status:

@@ -261,8 +261,8 @@ def test_a_bad_step_is_one_line(maker, words: str) -> None:
 def test_settings_are_refused_by_name(line: str, words: str) -> None:
     """A misspelt key would leave a setting unknown, and its fault unsaid."""
     with pytest.raises(InputError, match=words):
-        StepSettings.parse([line])
-    assert StepSettings.parse(["optim.lr=3e-4", "data.prompt="]) == StepSettings(lr=3e-4)
+        StepSettings.of([line])
+    assert StepSettings.of(["optim.lr=3e-4", "data.prompt="]) == StepSettings(lr=3e-4)
 
 
 def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:

@@ -64,7 +64,7 @@ def diagnose_step(
     from gpt2.port.step.settings import StepSettings
     from gpt2.port.terms.budget import few_threads
 
-    known = StepSettings.of(settings) if isinstance(settings, Mapping) else StepSettings.parse(settings)
+    known = StepSettings.of(settings)
     if not callable(make_step):
         raise InputError(f"make_step is {type(make_step).__name__}; give a function of the module that returns step(x, y)")
     takes_model(make_step, getattr(make_step, "__name__", "make_step"))

@@ -108,15 +108,10 @@ class StepFindings:
 
     def diagnosis(self, forward: Diagnosis) -> Diagnosis:
         """Return the diagnosis of the step; ``forward`` is that of its forward pass, whose causes and notes come first."""
-        once: dict[tuple[str, tuple[Place, ...]], Cause] = {}
-        for one in self.causes:
-            once.setdefault((one.id, one.places), one)
-        causes = sorted(once.values(), key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
-        right, first = not self.unknown and forward.ok, forward.first_divergence
-        verdict = "mismatch" if causes or forward.causes else "equal" if right else "undetermined"
-        if verdict != "equal" and first is None:
-            stages = {STAGE[one.id] for one in causes} | self.unknown
-            at = next((stage for stage in STAGES if stage in stages), STAGES[-1])
-            first = Divergence(at, self.errors.get(at) or max(self.errors.values(), default=0.0))
-        notes, causes = tuple(dict.fromkeys([*forward.notes, *self.notes])), [*forward.causes, *causes]
-        return Diagnosis(verdict, first if verdict != "equal" else None, tuple(causes), notes, forward.module)
+        causes = sorted(self.causes, key=lambda one: (-round(one.confidence, 2), STAGES.index(STAGE[one.id])))
+        verdict = "mismatch" if causes or forward.causes else "undetermined" if self.unknown or not forward.ok else "equal"
+        at = next((stage for stage in STAGES if stage in {STAGE[one.id] for one in causes} | self.unknown), STAGES[-1])
+        own = Divergence(at, self.errors.get(at) or max(self.errors.values(), default=0.0))
+        first = None if verdict == "equal" else forward.first_divergence or own
+        notes = tuple(dict.fromkeys([*forward.notes, *self.notes]))
+        return Diagnosis(verdict, first, (*forward.causes, *causes), notes, forward.module)

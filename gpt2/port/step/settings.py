@@ -39,19 +39,13 @@ class StepSettings:
     padded: bool = False
 
     @classmethod
-    def parse(cls, lines: Iterable[str]) -> StepSettings:
-        """Parse ``key=value`` lines, as in ``optim.lr=3e-4``; raise InputError for an unknown key or a bad value."""
-        values: dict[str, object] = {}
-        for line in lines:
-            key, sign, text = (part.strip() for part in line.partition("="))
-            if not sign or not key:
-                raise InputError(f"--set {line}: write key=value, as in optim.lr=3e-4")
-            values[key] = text
-        return cls.of(values)
+    def of(cls, given: Iterable[str] | Mapping[str, object]) -> StepSettings:
+        """Return the settings of ``key=value`` lines, or of a mapping from a recipe's keys to values.
 
-    @classmethod
-    def of(cls, values: Mapping[str, object]) -> StepSettings:
-        """Return the settings of a mapping from a recipe's keys to values, as numbers or text."""
+        Raises:
+            InputError: a key is unknown, or a value is bad.
+        """
+        values = dict(given) if isinstance(given, Mapping) else dict(map(_parted, given))
         for key in values.keys() - KEYS:
             hint = did_you_mean(key, KEYS) or f"; keys are {', '.join(KEYS)}"
             raise InputError(f"--set {key}: not a setting of a training step{hint}")
@@ -74,10 +68,15 @@ class StepSettings:
         return learning_rate(step, self.steps or 1, Optim(lr=self.lr, min_lr=least, warmup=self.warmup or 0))
 
 
-KEYS = {
-    f"optim.{one}" if one in {key.name for key in fields(Optim)} else one: one for one in (f.name for f in fields(StepSettings))
-}
-KEYS[PROMPT] = KEYS.pop("padded")
+OPTIM = {one.name for one in fields(Optim)}
+KEYS = {PROMPT if one == "padded" else f"optim.{one}" if one in OPTIM else one: one for one in StepSettings.__annotations__}
+
+
+def _parted(line: str) -> tuple[str, str]:
+    key, sign, text = (part.strip() for part in line.partition("="))
+    if not sign or not key:
+        raise InputError(f"--set {line}: write key=value, as in optim.lr=3e-4")
+    return key, text
 
 
 def _value(key: str, value: object) -> float | bool:

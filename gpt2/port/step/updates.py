@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
@@ -10,26 +10,11 @@ from statistics import median
 import numpy as np
 import torch
 
+from gpt2.port.step import rules
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import LIMITS, Clip, ClipKind
 from gpt2.port.step.records import Update
-from gpt2.port.step.rules import (
-    EPSILONS,
-    FITS,
-    ROUNDED,
-    STEADY,
-    Array,
-    Rule,
-    RuleFit,
-    Track,
-    error_of,
-    fit,
-    plainest,
-    rates_of,
-    recognised_rule,
-    rule_table,
-    spread,
-)
+from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Rule, RuleFit, Track, fit, spread
 from gpt2.port.step.settings import StepSettings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
@@ -48,7 +33,6 @@ FORMULAS = (
 )
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
 LARGE = ("matrix", "embedding")  # what decays
-FREE = (ClipKind.NORM, ClipKind.PARAMETER, ClipKind.ENTRY, ClipKind.LARGEST)  # clipping of gradients that nothing shows
 
 
 def tracks_of(updates: Sequence[Update], names: Collection[str], way: Clip) -> dict[str, Track]:
@@ -81,9 +65,10 @@ class StepMoves:
             return
         names = [name for name in self.moving if roles[name] == "matrix"] or self.moving
         self.chosen = [names[len(names) // 3], names[2 * len(names) // 3]] if len(names) > 2 else names
+        said = [settings.rate(call) if settings.scheduled else 1.0 for call in self.calls]
+        self.expected = np.where(np.array(said) == 0, np.nan, said)
         self.way, rule, error = self._rule_of_most()
-        expected = np.array([settings.rate(call) for call in self.calls]) if settings.scheduled else np.ones(len(first))
-        rule = plainest(rule, self._tracks(self.way), expected)
+        rule = rules.plainest(rule, self._tracks(self.way), self.expected)
         tracks = tracks_of(first, self.moving, self.way)
         for name, track in tracks.items():
             self._add(name, track, rule, error)
@@ -102,54 +87,36 @@ class StepMoves:
     def _rule_of_most(self) -> tuple[Clip, Rule, float]:
         """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
         parts = max(update.summed for session in self.sessions for update in session)
-        plain = Clip(share=1 / parts if parts else 1.0)
-        found = (plain, *recognised_rule(self._tracks(plain), self.settings))
+        shares = dict.fromkeys((1 / max(parts, 1), 1.0))
+        ways = [Clip(share=share) for share in shares]
+        found = (ways[0], *rules.recognised_rule(self._tracks(ways[0]), self.settings))
         if not parts and found[2] <= ROUNDED:
             return found
-        given = [self.settings.clip] if self.settings.clip else []
-        ways = [replace(plain, share=share) for share in dict.fromkeys((plain.share, 1.0))]
-        ways += [replace(way, kind=ClipKind.NORM, limit=limit) for way in ways for limit in given]
-        explained: list[tuple[Clip, Rule, float]] = []
-        for quick in (True, False):
-            tried = [(way, *recognised_rule(self._tracks(way), self.settings, quick)) for way in ways]
-            tried += self._limited(plain, dict.fromkeys((*given, *LIMITS))) if quick else []
-            explained += [one for one in tried if self._explains(*one)]
-            if any(not any(self._oddness(one)) for one in explained):
-                break
-        return min(explained, key=self._oddness, default=found)
-
-    def _limited(self, plain: Clip, limits: Collection[float]) -> Iterator[tuple[Clip, Rule, float]]:
-        """Yield AdamW with the limit of each kind of clipping that brings it nearest, of those that people write."""
-        adam = rule_table(self.settings)[0]
-        for kind in FREE:
-            ways = [replace(plain, kind=kind, limit=limit) for limit in limits]
-            error, way = min(((error_of(adam, self._tracks(way)), way) for way in ways), key=lambda one: one[0])
-            yield way, adam, error
+        limits = [limit for limit in dict.fromkeys((self.settings.clip, *LIMITS)) if limit]
+        ways += [Clip(ClipKind.NORM, limit, share) for limit in limits for share in shares]
+        explained = []
+        for way, quick in [*((way, True) for way in ways), *((way, False) for way in ways[: 2 * len(shares)])]:
+            tracks = self._tracks(way)
+            rule, error = rules.recognised_rule(tracks, self.settings, quick)
+            later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
+            if error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later):
+                explained.append((way, rule, error))
+                if spread(rules.rates_of(tracks, rule) / self.expected) <= STEADY:
+                    return explained[-1]
+        return explained[0] if explained else found
 
     def _tracks(self, way: Clip, session: int = 0) -> list[Track]:
         return list(tracks_of(self.sessions[session], self.chosen, way).values())
 
-    def _explains(self, way: Clip, rule: Rule, error: float) -> bool:
-        """Whether a rule gives the changes of all sessions."""
-        later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
-        return error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later)
-
-    def _oddness(self, found: tuple[Clip, Rule, float]) -> tuple[bool, bool, bool]:
-        """Return what makes one of several answers unlikely: an unusual eps, rates that differ, an unusual limit."""
-        way, rule, _ = found
-        usual = way.usual or way.limit == self.settings.clip
-        return rule.eps not in EPSILONS, spread(rates_of(self._tracks(way), rule)) > STEADY, not usual
-
     def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
-        found, rules = fit(track, rule), list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
+        found, tried = fit(track, rule), list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
         if found.error > FITS:
-            decays = [0.0, self.settings.weight_decay or 0.0]
-            rules += [replace(one, coupled=decay) for one in rules for decay in decays]
-            other = min((fit(track, one) for one in rules), key=lambda one: one.error)
+            tried += [replace(one, coupled=decay) for one in tried for decay in (0.0, self.settings.weight_decay or 0.0)]
+            other = min((fit(track, one) for one in tried), key=lambda one: one.error)
             found = other if other.error < found.error / 1.1 else found
         if found.error > FITS and error <= ROUNDED:
-            own = fit(track, recognised_rule([track], self.settings)[0])
+            own = fit(track, rules.recognised_rule([track], self.settings)[0])
             found = own if own.error < found.error / 30 else found
         self.fits[name] = found
         self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
@@ -157,17 +124,13 @@ class StepMoves:
     def _test_later(self, tracks: dict[str, Track]) -> None:
         """Test the rules in the later sessions, from moments of zero or those that the session before left."""
         for session in self.sessions[1:]:
-            later, fresh, going_on, failed = tracks_of(session, self.moving, self.way), 0, 0, []
-            for name, one in self.known.items():
-                if not bool((later[name].change != 0).any()):
-                    continue
-                if fit(later[name], one.rule).error <= ROUNDED:
-                    fresh += 1
-                elif fit(later[name], one.rule, tracks[name]).error <= ROUNDED:
-                    going_on += 1
-                else:
-                    failed.append(name)
-            self.kept = going_on > fresh
+            later, fits = tracks_of(session, self.moving, self.way), self.known
+            moved = [name for name in fits if bool((later[name].change != 0).any())]
+            fresh = [name for name in moved if fit(later[name], fits[name].rule).error <= ROUNDED]
+            rest = [name for name in moved if name not in fresh]
+            going_on = [name for name in rest if fit(later[name], fits[name].rule, tracks[name]).error <= ROUNDED]
+            failed = [name for name in rest if name not in going_on]
+            self.kept = len(going_on) > len(fresh)
             if self.kept or failed:
                 self.odd += failed if len(failed) > len(self.fits) // 4 else []
                 return

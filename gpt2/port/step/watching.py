@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor, is_gradtrackingtensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils.hooks import RemovableHandle
 
@@ -38,7 +38,6 @@ class Watch(DeterministicMode):
         self._fired: set[str] = set()
         self._open: Update | None = None
         self._task = -1  # the autograd engine's number of the backward pass that runs
-        self._stand_ins: list[Tensor] = []
         self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
 
     def __enter__(self) -> Watch:
@@ -132,18 +131,23 @@ class Watch(DeterministicMode):
 
         @torch.no_grad()
         def hook(tensor: Tensor) -> None:
-            gradient = tensor.grad if kind == "held" else _plain(tensor)
+            gradient = tensor.grad if kind == "held" else tensor
             if gradient is not None:
                 getattr(self._backward(name, kind), kind)[name] = self.sampler.gradient(name, gradient)
 
         return hook
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        self._watch_stand_ins()
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
+        own = self.sampler.parameters
+        others = any(tensor is not own.get(name, tensor) for name, tensor in module.named_parameters())
+        if others or any(map(is_functorch_wrapped_tensor, tensors((args, kwargs, output)))):
+            raise InputError(
+                "its step calls the module within torch.func, where it cannot be watched; for the diagnosis call the module "
+                "itself on the whole batch, and loss.backward() or torch.autograd.grad"
+            )
         if ids is None:
             return
-        ids = _plain(ids)
         head, self._head = self._head, None
         try:
             logits = logits_of(output, ids, self.vocabulary)
@@ -151,20 +155,18 @@ class Watch(DeterministicMode):
             logits = ids.new_zeros(1)
         if logits.shape[-1] < self.vocabulary and head is not None:  # it returns the loss alone: what its head gave
             output, logits = head, logits_of(head, ids, self.vocabulary)
-        if not logits.is_floating_point():
-            return
         named = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output
-        place, size = _plain(logits).data_ptr(), logits.numel()
-        raw = next((t for t in tensors(named) if t.numel() == size and _plain(t).data_ptr() == place), logits)
+        place, size = logits.data_ptr(), logits.numel()
+        raw = next((t for t in tensors(named) if t.numel() == size and t.data_ptr() == place), logits)
         if not raw.requires_grad:
             return
         self.seen.by_hand |= _by_hand(raw)
-        forward = Forward(ids.detach().clone(), _plain(logits).detach())
+        forward = Forward(ids.detach().clone(), logits.detach())
         self.seen.forwards.append(forward)
 
         @torch.no_grad()
         def hook(gradient: Tensor) -> None:
-            kept = _plain(gradient).detach().clone().view(forward.logits.shape)
+            kept = gradient.detach().clone().view(forward.logits.shape)
             forward.gradient = kept if forward.gradient is None else forward.gradient + kept
 
         raw.register_hook(hook)
@@ -173,28 +175,6 @@ class Watch(DeterministicMode):
         """Keep what a part of the module returns, if its rows are as wide as the vocabulary, or padded."""
         if isinstance(output, Tensor) and output.ndim > 1 and 0 <= output.shape[-1] - self.vocabulary < PADDING:
             self._head = output
-
-    def _watch_stand_ins(self) -> None:
-        """Watch the tensors that ``functional_call`` puts in the parameters' places; what arrives there is their gradient."""
-        for name, tensor in self.module.named_parameters():
-            own = self.sampler.parameters.get(name)
-            known = own is None or tensor is own or any(tensor is one for one in self._stand_ins)
-            if not known and tensor.requires_grad:
-                self._stand_ins.append(tensor)
-                self.seen.trains.add(name)
-                self._handles.append(tensor.register_hook(self._hook(name, "arrived")))
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Return a tensor without what ``torch.func.grad`` wraps around it; raise InputError within ``torch.func.vmap``."""
-    while is_gradtrackingtensor(tensor):
-        tensor = get_unwrapped(tensor)
-    if is_functorch_wrapped_tensor(tensor):
-        raise InputError(
-            "its step calls the module within torch.func.vmap, where it cannot be watched; "
-            "for the diagnosis call it on the whole batch"
-        )
-    return tensor
 
 
 def _by_hand(tensor: Tensor) -> set[str]:
