@@ -97,6 +97,14 @@ class StepFindings:
         if (id, places) not in [(one.id, one.places) for one in self.causes]:
             self.causes.append(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
 
+    def merge(self, other: StepFindings) -> None:
+        """Add what others found, each cause once for each place."""
+        here = [(one.id, one.places) for one in self.causes]
+        self.causes += [one for one in other.causes if (one.id, one.places) not in here]
+        self.notes += other.notes
+        self.errors |= other.errors
+        self.unknown |= other.unknown
+
     def leave_open(self, stage: str, why: str) -> None:
         """Say that not all of a stage is explained, and why."""
         self.unknown.add(stage)

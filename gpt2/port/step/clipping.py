@@ -75,8 +75,8 @@ class ClipReading:
     """What happens to the gradient before the update.
 
     ``way``: its share is what a GradScaler or the number of parts divides by. ``largest``: the largest norm that went through.
-    ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: norms beyond
-    the limit that went through as they were.
+    ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: norms
+    beyond the limit that went through as they were.
     """
 
     way: Clip = Clip()

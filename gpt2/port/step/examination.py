@@ -19,8 +19,8 @@ from gpt2.port.recording.recorder import record_probe
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
-from gpt2.port.step.loss import PADDED, judge_dropout, judge_loss, read_loss
-from gpt2.port.step.records import HALVES, Sampler, Watched, total_norm, updates_of
+from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss, read_loss
+from gpt2.port.step.records import Watched, total_norm, updates_of
 from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, join_tied, random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import StepMoves, UpdateJudge
@@ -53,7 +53,7 @@ class StepExamination:
     def diagnosis(self) -> Diagnosis:
         """Run the sessions, compare each stage with what the stage before it really gave, and sum up."""
         self.roles = Roles(self.module, self._mapping())
-        self.calls, self.sampler = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
+        self.calls = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
         join_tied([self.calls, self.huge, self.tiny], self._untied(), self.sampler)
@@ -78,26 +78,21 @@ class StepExamination:
 
     # Sessions
 
-    def _session(self, seeds: Sequence[int], names: Collection[str] = (), factor: float = 1.0) -> tuple[list[Watched], Sampler]:
+    def _session(self, seeds: Sequence[int], names: Collection[str] = (), factor: float = 1.0) -> list[Watched]:
         batches = [random_batch(self.ours.config, self.settings, seed) for seed in seeds]
-        calls, sampler = self.subject.session(batches, names, factor)
-        for call in calls:
-            if not math.isfinite(call.loss):
-                words = "look where it comes from (a mask, a label, a division)"
-                raise InputError(f"the step returns a loss of {call.loss}; {words}")
-            if names:
-                call.forwards.clear()  # the gradients of the parameters alone are compared
-        return calls, sampler
+        calls, self.sampler = self.subject.session(batches, names, factor)
+        if bad := [call.loss for call in calls if not math.isfinite(call.loss)]:
+            raise InputError(f"the step returns a loss of {bad[0]}; look where it comes from (a mask, a label, a division)")
+        return calls
 
-    def _scaled_sessions(self) -> tuple[list[Watched], list[Watched]]:
+    def _scaled_sessions(self) -> list[list[Watched]]:
         """Return two calls with huge gradients, and two with tiny ones; empty where the parts of the module are unknown."""
         last, tables = self.roles.names_of("ln_f", "ln_f.weight", "ln_f.bias"), self.roles.names_of("wte", "head")
-        if not last or not tables:
-            words = "the parts of your module were not recognised: clipping was judged with one size of gradients only"
-            self.findings.notes.append(words)
-            return [], []
-        huge, tiny = (self._session((100, 101), *how)[0] for how in ((last, HUGE), ([*last, *tables], TINY)))
-        return huge, tiny
+        if last and tables:
+            return [self._session((100, 101), *how) for how in ((last, HUGE), ([*last, *tables], TINY))]
+        words = "the parts of your module were not recognised: clipping was judged with one size of gradients only"
+        self.findings.notes.append(words)
+        return [[], []]
 
     def _require_training(self) -> None:
         """Raise InputError for a step that changes nothing, or gives NaN."""
@@ -111,11 +106,9 @@ class StepExamination:
     def _untied(self) -> list[str]:
         """Return the parameters that hold the token embedding and the head, if these are two in the step."""
         own = [self.roles.names_of(part) for part in ("wte", "head") if self.ours.config.tie_word_embeddings]
-        for aliases in (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1]):
-            apart = [name for name in aliases if name in self.sampler.parameters]
-            if len(apart) > 1:
-                return apart
-        return []
+        pairs = (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1])
+        apart = ([name for name in names if name in self.sampler.parameters] for names in pairs)
+        return next((names for names in apart if len(names) > 1), [])
 
     # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
 
@@ -124,17 +117,15 @@ class StepExamination:
         judge_accumulation(findings, [*self.calls, *self.huge])
         unscaled = math.prod({call.unscaled for call in self.calls})
         self.clip = read_clipping(sessions, None if unscaled == 1 else unscaled)
-        many = next((call for call in self.calls if len(call.updates) > 1), None)
-        if many is not None:
-            detail = f"the parameters are updated {len(many.updates)} times in a step, after each part of its batch"
+        if many := max(len(call.updates) for call in self.calls) - 1:
+            detail = f"the parameters are updated {many + 1} times in a step, after each part of its batch"
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         moves = StepMoves(sessions, self.settings, roles)
         if moves.moving:
             UpdateJudge(findings, moves).judge()
-            share = self.clip.way.share * moves.way.share
             hidden = moves.way if moves.way.kind else self.clip.way  # of gradients that only the update uses
-            self.clip.way = replace(hidden, share=share)
+            self.clip.way = replace(hidden, share=self.clip.way.share * moves.way.share)
             summed = [one.gradient.total for session in sessions for one in session if one.summed]
             if summed and not moves.odd:
                 self.clip.largest = moves.way.share * max(summed)
@@ -148,61 +139,62 @@ class StepExamination:
         limit = DEAD * total_norm(arrived)  # that of a key's bias is rounding
         still = [name for name, g in arrived.items() if name in self.sampler.parameters and float(g.norm()) > limit]
         still = [name for name in still if not any(update.moves(name) for update in updates)]
-        halved = any(dtype in HALVES for dtype in self.subject.dtypes.values())  # which hides changes where a copy is rounded
-        if still and moves.moving and not (moves.odd and halved):
+        # half precision hides changes where a copy is rounded
+        if still and moves.moving and not (moves.odd and self.subject.halved):
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
 
     def _loss(self) -> None:
-        findings, config, self.read, earlier = self.findings, self.ours.config, False, len(self.findings.causes)
+        findings, self.read, earlier = self.findings, False, len(self.findings.causes)
         for number, call in enumerate(self.calls):
-            batch = random_batch(config, self.settings, number)
-            reading = read_loss(call.forwards, batch)
-            if number > 0:
-                call.forwards.clear()
-            elif reading is None:
+            own = self._loss_of(call, random_batch(self.ours.config, self.settings, number))
+            if own is None and number == 0:
                 words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
                 findings.leave_open("loss", words)
                 break
-            if reading is not None:
+            if own is not None:
                 self.read = True
-                own = findings if number == 0 else StepFindings(self._places)  # a later call only adds causes
-                judge_loss(own, batch, reading, self.clip.way.share, config.eos_token_id)
-                findings.causes += own.causes if own is not findings else []
+                findings.merge(own if number == 0 else StepFindings(self._places, own.causes))  # a later call only adds causes
         if self.read and (self.settings.padded or not findings.causes[earlier:]):
             self._padded()
         dropouts = [p for call in self.calls for p in call.dropouts]
         if self.settings.dropout is not None or dropouts:
             judge_dropout(findings, dropouts, self.settings.dropout)
         if any(call.half for call in self.calls):
-            detail = "the logits are rounded to half precision before the softmax"
-            findings.add("logits-half-precision", "loss", detail, OPERATORS)
+            findings.add(
+                "logits-half-precision", "loss", "the logits are rounded to half precision before the softmax", OPERATORS
+            )
+
+    def _loss_of(self, call: Watched, batch: StepBatch) -> StepFindings | None:
+        reading, own = read_loss(call.forwards, batch), StepFindings(self._places)
+        if reading is None:
+            return None
+        judge_loss(own, batch, reading, self.clip.way.share, self.ours.config.eos_token_id)
+        return own
 
     def _padded(self) -> None:
         """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
-        batch, own = random_batch(self.ours.config, self.settings, 50, ignored=True), StepFindings(self._places)
+        batch = random_batch(self.ours.config, self.settings, 50, ignored=True)
         try:
             (call,), _ = self.subject.session([batch])
         except InputError:
             return
-        reading = read_loss(call.forwards, batch)
-        if reading is not None and math.isfinite(call.loss):
-            judge_loss(own, batch, reading, self.clip.way.share, self.ours.config.eos_token_id)
-        found = [one for one in own.causes if one.id in PADDED]
+        own = self._loss_of(call, batch) if math.isfinite(call.loss) else None
+        found = [one for one in (own.causes if own else []) if one.id in PADDED]
         if self.settings.padded:
-            self.findings.causes += found
+            self.findings.merge(StepFindings(self._places, found))
         else:
             self.findings.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
 
     def _gradients(self) -> None:
         findings = self.findings
         if self.untied:
-            names = " and ".join(self.untied)
-            detail = f"the head and the token embedding are two parameters ({names}); each gets its own gradient"
+            detail = (
+                f"the head and the token embedding are two parameters ({' and '.join(self.untied)}); each gets its own gradient"
+            )
             findings.add("tied-gradient-lost", "wte", detail, "their values part in the step")
         if self.roles.mapping is None or not self.forward.ok:
-            findings.notes.append(
-                "your forward pass is not ours, so the gradients of your parameters were not compared with ours"
-            )
+            words = "your forward pass is not ours, so the gradients of your parameters were not compared with ours"
+            findings.notes.append(words)
         elif self.read:
             first = self.calls[0]
             passes = [one for one in first.forwards if one.gradient is not None]
@@ -217,13 +209,13 @@ class StepExamination:
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint in float64, rounded where the step keeps a parameter in half precision."""
-        state = {name: tensor.detach().cpu() for name, tensor in self.ours.state_dict().items()}
         dtypes = {where: dtype for name, dtype in self.subject.dtypes.items() for where in self.roles.where(name)}
+        state = {name: tensor.detach().cpu() for name, tensor in self.ours.state_dict().items()}
         return {name: tensor.to(dtypes.get(name, tensor.dtype)).double() for name, tensor in state.items()}
 
     def _as_written(self) -> None:
         """Run the step as it is, in its own dtypes: it may lose or skip updates, or halve the precision of its loss."""
-        findings, halved = self.findings, {dtype for dtype in self.subject.dtypes.values() if dtype in HALVES}
+        findings, halved = self.findings, self.subject.halved
         try:
             batches = [random_batch(self.ours.config, self.settings, seed) for seed in range(3 if halved else 2)]
             calls, _ = self.subject.session(batches, as_written=True)
@@ -239,11 +231,11 @@ class StepExamination:
         elif not all(math.isfinite(call.loss) for call in calls):
             raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
         elif halved:
-            self._lost_to_rounding(calls[-1], self.calls[len(calls) - 1])
+            self._lost_to_rounding(calls[-1], self.calls[len(calls) - 1], halved)
 
-    def _lost_to_rounding(self, written: Watched, exact: Watched) -> None:
+    def _lost_to_rounding(self, written: Watched, exact: Watched, names: list[str]) -> None:
         """Say what share of a step's changes is lost where weights are kept in half precision, beside the step in float64."""
-        due, lost, names = 0, 0, [name for name, dtype in self.subject.dtypes.items() if dtype in HALVES]
+        due, lost = 0, 0
         for one, other in zip(exact.updates, written.updates, strict=False):
             for name in (name for name in names if name in one.before and name in other.before):
                 moves = one.before[name] != one.after[name]

@@ -18,7 +18,7 @@ from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import plain_attention
 from gpt2.port.step.loss import StepBatch
-from gpt2.port.step.records import Sampled, Sampler, Watched
+from gpt2.port.step.records import HALVES, Sampled, Sampler, Watched
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.watching import Watch
 
@@ -67,6 +67,11 @@ class StepSubject:
         self.keep_casts = False  # that of a step which fails without its casts to narrower dtypes
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
+
+    @property
+    def halved(self) -> list[str]:
+        """The parameters that the step keeps in half precision."""
+        return [name for name, dtype in self.dtypes.items() if dtype in HALVES]
 
     @contextmanager
     def _restored(self) -> Iterator[None]:

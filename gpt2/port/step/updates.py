@@ -211,28 +211,26 @@ class UpdateJudge:
                 self._add("eps-wrong", f"{eps}, not {EPSILON:g}", fix=fix)
 
     def _rates(self) -> None:
-        rates, factors, settings = self.moves.rates, self.moves.factors, self.moves.settings
-        twice = [name for name, factor in factors.items() if abs(factor - 2) < 0.02]
-        others = [name for name in factors if name not in twice]
+        moves, settings = self.moves, self.moves.settings
+        twice = [name for name, factor in moves.factors.items() if abs(factor - 2) < 0.02]
         if twice:
             self._add("parameter-twice", "these parameters move twice as far as the others", twice)
-        if others:
-            times = median(factors[name] for name in others)
+        if others := [name for name in moves.factors if name not in twice]:
+            times = median(moves.factors[name] for name in others)
             self._add("rate-wrong", f"the rate of these parameters is {times:.6g} times that of the others", others)
-        steady = spread(rates) <= CLOSE
+        rates, steady = moves.rates, spread(moves.rates) <= CLOSE
         if settings.lr is None or not (steady or settings.scheduled):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if steady else " (it changes from step to step)"))
             return
         # the rates that the settings say, also those of the steps after and before
-        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in self.moves.calls]) for by in (0, 1, -1))
+        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in moves.calls]) for by in (0, 1, -1))
         said, live = f"a rate of {_listed(rates)}, not {_listed(expected)}", expected != 0
+        shifted = [which for which, one in (("after", after), ("before", before)) if _same(rates, one)]
         if _same(rates, expected):
             return
-        for which, shifted in (("after", after), ("before", before)):
-            if _same(rates, shifted):
-                self._add("schedule-step", f"the rate of each step is that of the one {which}: {_listed(rates)}")
-                return
-        if bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
+        if shifted:
+            self._add("schedule-step", f"the rate of each step is that of the one {shifted[0]}: {_listed(rates)}")
+        elif bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
             self._add("rate-wrong", said)
         else:
             late = any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in (after, before))
@@ -241,52 +239,45 @@ class UpdateJudge:
 
     def _decays(self) -> None:
         """Add the causes in the decay: which parameters decay, by how much, and how."""
-        known, wanted, roles = self.moves.known, self.moves.settings.weight_decay, self.moves.roles
-        coupled = {name: one.rule.coupled for name, one in known.items() if one.rule.coupled}
-        values = {name: decay for name, one in known.items() if (decay := one.decay) is not None} | coupled
-        amount = median(coupled.values()) if coupled else 0.0
+        moves, wanted = self.moves, self.moves.settings.weight_decay
+        coupled = {name: one.rule.coupled for name, one in moves.known.items() if one.rule.coupled}
+        values = {name: decay for name, one in moves.known.items() if (decay := one.decay) is not None} | coupled
         if coupled:
             how = "is added to the gradient, and so divided by the root of its second moment"
-            self._add("decay-coupled", f"{amount:.4g} times the parameter {how}", list(coupled))
-        decaying = {role: [name for name in values if values[name] and roles[name] == role] for role in WORDS}
+            self._add("decay-coupled", f"{median(coupled.values()):.4g} times the parameter {how}", list(coupled))
+        decaying = {role: [name for name in values if values[name] and moves.roles[name] == role] for role in WORDS}
         if wanted is None:
-            some = [values[name] for names in decaying.values() for name in names]
-            on = ", ".join(WORDS[role] for role in dict.fromkeys(roles[name] for name in values) if decaying[role])
+            some = [value for value in values.values() if value]
+            on = ", ".join(WORDS[role] for role, names in decaying.items() if names)
             self._read_off(f"a weight decay of {median(some):.4g}, on {on}" if some else "no weight decay")
             return
         if small := [*decaying["norm"], *decaying["bias"]]:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
-        large = [name for name in values if roles[name] in LARGE]
+        large = [name for name in values if moves.roles[name] in LARGE]
         names, bare = ([name for name in large if bool(values[name]) is decays] for decays in (True, False))
         if wanted and bare:
-            embeddings = all(roles[name] == "embedding" for name in bare) and decaying["matrix"]
+            embeddings = decaying["matrix"] and all(moves.roles[name] == "embedding" for name in bare)
             self._add("decay-not-on-embeddings" if embeddings else "decay-missing", "these do not decay", bare)
-        if names and wanted and not coupled:
-            self._amount(names, wanted)
-        elif names and (not wanted or abs(amount / wanted - 1) > 0.01):
-            value = amount if wanted else median(values[name] for name in names)
+        if not names:
+            return
+        names = [name for name in names if name not in moves.factors] or names
+        value, live = median(values[name] for name in names), np.abs(moves.rates) > 0
+        if wanted and not coupled:
+            found = [moves.fits[name] for name in names]
+            lost = [
+                np.abs(1 - (one.rates / moves.rates)[live] - one.decays[live]) < 0.1 * np.abs(one.decays[live]) for one in found
+            ]
+            if np.all(lost) and len(names) < len(moves.fits):
+                self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
+            raw = np.nanmedian(np.stack([one.decays for one in found]), axis=0)
+            if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(moves.rates)) - 1) > 1e-3:
+                self._add(
+                    "decay-without-rate", f"in each step {wanted:g} of the parameter is taken off, whatever the rate", names
+                )
+                return
+        if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):
             self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
-
-    def _amount(self, names: list[str], wanted: float) -> None:
-        """Add the causes in how far matrices and embeddings decay."""
-        fits, rates = self.moves.fits, self.moves.rates
-        names = [name for name in names if name not in self.moves.factors] or names
-        raw = np.nanmedian(np.stack([fits[name].decays for name in names]), axis=0)
-        if all(self._is_after(fits[name]) for name in names) and any(name not in names for name in fits):
-            self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
-        live = np.abs(rates) > 0
-        value = float(np.median(raw[live] / rates[live])) if bool(live.any()) else 0.0
-        if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(rates)) - 1) > 1e-3:
-            self._add("decay-without-rate", f"in each step {wanted:g} of the parameter is taken off, whatever the rate", names)
-        elif abs(value / wanted - 1) > 1e-3:
-            self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
-
-    def _is_after(self, one: RuleFit) -> bool:
-        """Whether a parameter's rates are smaller than the others' by just its decay."""
-        known = ~np.isnan(one.decays) & (np.abs(self.moves.rates) > 0) & (np.abs(one.decays) > 1e-9)
-        lost = 1 - one.rates[known] / self.moves.rates[known]
-        return bool(known.any()) and bool((np.abs(lost / one.decays[known] - 1) < 0.1).all())
 
 
 def _listed(rates: Array) -> str:
