@@ -1,7 +1,7 @@
 """Measure how often `gpt2.diagnose_step` is right, on all training steps of tests/support/steps, faulty and right.
 
     python tools/step_table.py                      # all
-    python tools/step_table.py --only 'plain: summed' 'right: fused'  # some (* for anything), with the whole diagnosis
+    python tools/step_table.py --only summed 'right: fused'   # some (* for anything), with the whole diagnosis
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
 Tiny models of random weights; nothing is fetched. A table on stderr, by style, then each step whose diagnosis has a flaw; the
@@ -21,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
-from support.steps import FAULTY_STEPS, STYLES, Step
+from support.steps import FAULTY_STEPS, Step
 from support.steps.right import RIGHT_STEPS, RightStep
 from support.steps.scoring import StepRow, diagnosis_of, score_step
 
@@ -55,8 +55,6 @@ def main() -> int:
 def measure(name: str, step: Step | RightStep, whole: bool) -> StepRow | tuple[str, str]:
     """A row of the table, or the step's name and why there is none."""
     gc.collect()
-    wanted = {} if isinstance(step, RightStep) else step.meanings
-    style = step.style if wanted else "right"
     start = time.perf_counter()
     try:
         diagnosis = diagnosis_of(step)
@@ -64,20 +62,16 @@ def measure(name: str, step: Step | RightStep, whole: bool) -> StepRow | tuple[s
         if whole:
             traceback.print_exc()
         return name, f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    row = score_step(name, style, wanted, diagnosis, time.perf_counter() - start)
+    row = score_step(name, step, diagnosis, time.perf_counter() - start)
     if whole:
         print(f"\n{name}\n{diagnosis.table()}\n", file=sys.stderr)
-    flaw = "" if fine(row) else "   " + row.flaws()
+    flaw = "" if row.perfect else "   " + row.flaws()
     print(f"{row.seconds:5.1f} s  {row.verdict:12} {name}{flaw}", file=sys.stderr, flush=True)
     return row
 
 
-def fine(row: StepRow) -> bool:
-    return row.perfect if row.style != "right" else row.verdict == "equal"
-
-
 def flaws(rows: list[StepRow], failed: list[tuple[str, str]]) -> list[str]:
-    return [f"{row.name}: {row.flaws()}" for row in rows if not fine(row)] + [f"{name}: {why}" for name, why in failed]
+    return [f"{row.name}: {row.flaws()}" for row in rows if not row.perfect] + [f"{name}: {why}" for name, why in failed]
 
 
 def counts(rows: list[StepRow], failed: int) -> tuple[float, ...]:
@@ -97,19 +91,15 @@ def counts(rows: list[StepRow], failed: int) -> tuple[float, ...]:
 
 
 def show(rows: list[StepRow], failed: list[tuple[str, str]], lines: list[str]) -> None:
-    faulty = [row for row in rows if row.style != "right"]
-    print(f"\n{'':10}" + "".join(f"{head:>13}" for head in HEADS), file=sys.stderr)
-    for style in (*STYLES, "right"):
-        own = [row for row in rows if row.style == style]
-        broken = sum(name.partition(":")[0] == style for name, _ in failed)
-        if own or broken:
-            print(f"{style:10}" + "".join(f"{cell:>13}" for cell in counts(own, broken)), file=sys.stderr)
-    print("\nWith a flaw:", *lines, sep="\n  ", file=sys.stderr)
+    faulty, right = ([row for row in rows if row.faulty is kind] for kind in (True, False))
     broken = sum(not name.startswith("right:") for name, _ in failed)
+    print(f"\n{'':10}" + "".join(f"{head:>13}" for head in HEADS), file=sys.stderr)
+    for kind, cells in (("faulty", counts(faulty, broken)), ("right", counts(right, len(failed) - broken))):
+        print(f"{kind:10}" + "".join(f"{cell:>13}" for cell in cells), file=sys.stderr)
+    print("\nWith a flaw:", *lines, sep="\n  ", file=sys.stderr)
     summary = dict(zip((head.replace(" ", "_") for head in HEADS), counts(faulty, broken), strict=True))
-    several = [row for row in faulty if len(row.name.partition(": ")[2].split()) > 1]
+    several = [row for row in faulty if len(row.name.split()) > 1]
     summary |= {"several_faults": len(several), "several_all_found": sum(not row.missed for row in several)}
-    right = [row for row in rows if row.style == "right"]
     summary |= {"right": len(right), "right_not_called_equal": sum(row.verdict != "equal" for row in right)}
     print(json.dumps(summary | {"without_flaw": sum(row.perfect for row in faulty)}))
 

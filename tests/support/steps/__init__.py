@@ -1,9 +1,11 @@
 """Training steps that are almost right, and right ones of many kinds, to test `diagnose_step`.
 
-`plain.py` and `functional.py` are right steps, and `faults.toml` has patches of them, one fault each. `right.py` has other right
-steps. tests/port/test_steps.py proves, by the independent computation of `reference.py`, that every faulty step ends at other
-parameters and every right one at the same.
+`plain.py` is a right step, and `faults.toml` has patches of it, one fault each. `right.py` has other right steps.
+tests/port/test_steps.py proves, by the independent computation of `reference.py`, that every right step ends at the same
+parameters; that the diagnosis names the faults proves that they are faulty.
 """
+
+from __future__ import annotations
 
 import copy
 from collections.abc import Callable
@@ -20,26 +22,12 @@ from support.faulty import CONFIG
 from support.patches import patched
 from support.ports import PORTS
 from support.random_models import random_model
-from support.steps.faults import COMBINED, MEANINGS, PATCHES, STAGES, Meaning, Settings
+from support.steps.faults import COMBINED, MEANINGS, Meaning, Settings
 
-__all__ = [
-    "CONFIG",
-    "FAULTY_STEPS",
-    "MEANINGS",
-    "STAGES",
-    "STYLES",
-    "Settings",
-    "Step",
-    "WithSettings",
-    "module_of",
-    "our_model",
-]
+__all__ = ["CONFIG", "FAULTY_STEPS", "MEANINGS", "MakeStep", "Settings", "Step", "module_of", "our_model"]
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
-
-# Style -> the module that it trains, and its right script.
-STYLES = {"plain": "nano", "functional": "vmapped"}
-SOURCES = {style: Path(__file__).with_name(f"{style}.py").read_text() for style in STYLES}
+SOURCE = Path(__file__).with_name("plain.py").read_text()
 
 
 @cache
@@ -70,58 +58,39 @@ def module_of(kind: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Step:
-    """A training step of one style with its faults, as a line of words; an empty line is the style without a fault."""
+    """The step of `plain.py` with its faults, as a line of words; an empty line is the right one.
 
-    style: str
+    ``given``: settings in place of those that the faults ask for.
+    """
+
     line: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.style}: {self.line or 'right'}"
-
-    @property
-    def words(self) -> tuple[str, ...]:
-        return tuple(self.line.split())
+    given: Settings | None = None
 
     @property
     def meanings(self) -> dict[str, Meaning]:
-        return {word: MEANINGS[word] for word in self.words}
+        return {word: MEANINGS[word] for word in self.line.split()}
 
     @property
     def settings(self) -> Settings:
         settings = Settings()
         for meaning in self.meanings.values():
             settings = settings.changed(meaning.settings)
-        return settings
+        return self.given or settings
 
     def module(self) -> nn.Module:
-        return module_of(STYLES[self.style])
+        return module_of("nano")
 
     @property
     def make_step(self) -> MakeStep:
-        return _with_faults(self.style, self.words)["make"](self.settings)
+        return _with_faults(self.line)["make"](self.settings)
 
 
 @cache
-def _with_faults(style: str, words: tuple[str, ...]) -> dict[str, Any]:
-    namespace: dict[str, Any] = {"__name__": style}
-    source = patched(SOURCES[style], (patch for word in words for patch in PATCHES[style][word]))
-    exec(compile(source, f"{style} with {' '.join(words)}", "exec"), namespace)  # our own text
+def _with_faults(line: str) -> dict[str, Any]:
+    namespace: dict[str, Any] = {"__name__": "plain"}
+    source = patched(SOURCE, (patch for word in line.split() for patch in MEANINGS[word].patches))
+    exec(compile(source, f"plain with {line}", "exec"), namespace)  # our own text
     return namespace
 
 
-class WithSettings(Step):
-    """A step with settings other than those its faults ask for."""
-
-    def __init__(self, style: str, line: str, settings: Settings) -> None:
-        super().__init__(style, line)
-        object.__setattr__(self, "given", settings)
-
-    @property
-    def settings(self) -> Settings:
-        return self.given
-
-
-FAULTY_STEPS = {step.name: step for style, words in PATCHES.items() for step in (Step(style, word) for word in words)} | {
-    step.name: step for step in (Step("plain", line) for line in COMBINED)
-}
+FAULTY_STEPS = {line: Step(line) for line in (*MEANINGS, *COMBINED)}

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-STAGES = ("loss", "gradient", "clip", "update")
+from gpt2.port.step.settings import KEYS
 
 
 @dataclass(frozen=True)
 class Settings:
     """What a step should do, in a recipe's keys: the rate follows warm-up and cosine, decay is on matrices and embeddings.
 
-    With a ``prompt`` some targets are -100, and are not trained on.
+    With ``padded`` some targets are -100, and are not trained on.
     """
 
     lr: float = 1e-3
@@ -30,14 +30,11 @@ class Settings:
     grad_accum: int = 1
     context: int = 8
     dropout: float = 0.0
-    prompt: str = ""
+    padded: str = ""
 
     def overrides(self) -> tuple[str, ...]:
         """All of them as the command line takes them: ``optim.lr=0.001``."""
-        tables = dict.fromkeys(("lr", "min_lr", "warmup", "beta1", "beta2", "weight_decay", "clip"), "optim.") | {
-            "prompt": "data."
-        }
-        return tuple(f"{tables.get(key, '')}{key}={value}" for key, value in vars(self).items() if value != "")
+        return tuple(f"{key}={getattr(self, name)}" for key, name in KEYS.items())
 
     def changed(self, changes: Mapping[str, float | str]) -> Settings:
         return replace(self, **changes)
@@ -63,24 +60,13 @@ SCHEDULE = {"warmup": 3, "steps": 12, "min_lr": 1e-4}
 PREPARED = "        model.train()\n"  # where plain.py prepares the model
 
 _FOUND = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
-COMBINED: list[str] = _FOUND.pop("combined")["plain"]
-_FUNCTIONAL: dict[str, list[str]] = _FOUND.pop("functional")
-Patches = tuple[tuple[str, str], ...]
-
-
-def _pairs(texts: Sequence[str]) -> Patches:
-    return tuple(zip(texts[::2], texts[1::2], strict=True))
+COMBINED: list[str] = _FOUND.pop("combined")["lines"]
 
 
 def _meaning(stage: str, ids: str, patch: Sequence[str] = (), prepare: str = "", implied: str = "", **settings: Any) -> Meaning:
-    patches = (*_pairs(patch), *([(PREPARED, f"{PREPARED}        {prepare}\n")] if prepare else []))
+    patches = [*zip(patch[::2], patch[1::2], strict=True), *([(PREPARED, f"{PREPARED}        {prepare}\n")] if prepare else [])]
     shows = SCHEDULE if "schedule" in settings else settings
-    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()), patches)
+    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()), tuple(patches))
 
 
 MEANINGS = {word: _meaning(stage, **row) for stage, rows in _FOUND.items() for word, row in rows.items()}
-# Style -> word -> its patches.
-PATCHES: dict[str, dict[str, Patches]] = {
-    "plain": {word: meaning.patches for word, meaning in MEANINGS.items()},
-    "functional": {word: _pairs(texts) for word, texts in _FUNCTIONAL.items()},
-}

@@ -13,18 +13,17 @@ from support.ports import logits
 from support.steps.faults import Settings
 
 Batch = tuple[Tensor, Tensor]
-Decays = Callable[[str, nn.Parameter], bool]  # whether a parameter is a matrix or an embedding
 
 
 def batches(settings: Settings, count: int, vocabulary: int, seed: int = 11) -> list[Batch]:
-    """Batches of ids and next ids (B, T), each other than the last; with a prompt, some targets are -100."""
+    """Batches of ids and next ids (B, T), each other than the last; with ``padded``, some targets are -100."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for _ in range(count):
         ids = torch.randint(vocabulary, (settings.batch_size, settings.context + 1), generator=generator)
         ids[0, 1] = ids[1, 2] = 0  # token 0 is an ordinary token
         x, y = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
-        if settings.prompt:
+        if settings.padded:
             y[-1, 3:] = -100
             y[0, -1] = -100
         found.append((x, y))
@@ -39,15 +38,10 @@ def rate(n: int, s: Settings) -> float:
     return s.min_lr + (s.lr - s.min_lr) * 0.5 * (1 + math.cos(math.pi * done))
 
 
-def right_run(
-    module: nn.Module, settings: Settings, data: Iterable[Batch], vocabulary: int, decays: Decays = lambda name, p: p.ndim >= 2
-) -> list[list[Tensor]]:
+def right_run(module: nn.Module, settings: Settings, data: Iterable[Batch], vocabulary: int) -> list[list[Tensor]]:
     """Parameters after each step of the right training; ``module`` is changed."""
     parameters = list(module.parameters())
-    groups = [
-        {"params": [p], "weight_decay": settings.weight_decay if decays(name, p) else 0.0}
-        for name, p in module.named_parameters()
-    ]
+    groups = [{"params": [p], "weight_decay": settings.weight_decay * (p.ndim >= 2)} for p in parameters]
     optimizer = torch.optim.AdamW(groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), foreach=False)
     module.train()
     found = []

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from support.ports import logits
-from support.steps import STYLES, Settings, Step, WithSettings, module_of
+from support.steps import Settings, Step, module_of
 
 V = 67  # vocabulary of support.faulty.CONFIG
 
@@ -115,7 +115,7 @@ for _kind in ("ours", "nano", "mha", "encoder_layer", "kqv"):
     right(f"groups, {_kind}", _kind)(plain)
 right("fused", "nano")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
 right("no clipping", "nano", clip=0.0)(plain)
-right("prompts left out", "nano", prompt="prompt")(plain)
+right("prompts left out", "nano", padded="x")(plain)
 right("other betas and rate", "nano", lr=6e-4, min_lr=6e-4, beta1=0.8, beta2=0.999, weight_decay=0.01)(plain)
 
 
@@ -154,10 +154,7 @@ def scaled(s):
 right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
 
 
-for _style in STYLES:
-    RIGHT_STEPS[f"style {_style}"] = RightStep(
-        f"style {_style}", STYLES[_style], lambda s, style=_style: Step(style, "").make_step
-    )
-right("style plain, prompts left out", "nano", grad_accum=2, prompt="prompt")(lambda s: WithSettings("plain", "", s).make_step)
+right("by hand", "nano")(lambda s: Step("", s).make_step)
+right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: Step("", s).make_step)
 for _file in ("right_by_hand", "right_accumulated"):
     importlib.import_module(f"support.steps.{_file}")  # registers its own

@@ -32,7 +32,7 @@ right("accumulated, loss divided", "nano", grad_accum=2)(lambda s: plain(s, loss
 right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(lambda s: plain(s, losses=summed))
 
 
-@right("accumulated by tokens, prompts left out", "mha", grad_accum=2, prompt="prompt")
+@right("accumulated by tokens, prompts left out", "mha", grad_accum=2, padded="x")
 @right("accumulated by tokens", "nano", grad_accum=2)
 def by_tokens(s):
     def losses(model, x, y):

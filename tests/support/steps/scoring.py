@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import gpt2
-from support.steps import Meaning, Step, our_model
+from gpt2.port.terms.report import Diagnosis
+from support.steps import Step, our_model
 from support.steps.right import RightStep
 
 
@@ -16,7 +16,7 @@ class StepRow:
     """The result of one step. ``missed`` are its faults that no cause names; ``beside`` the causes that it does not have."""
 
     name: str
-    style: str
+    faulty: bool
     verdict: str
     first: bool  # the first cause is one of its faults
     causes: tuple[str, ...]
@@ -26,28 +26,30 @@ class StepRow:
 
     @property
     def perfect(self) -> bool:
-        return self.verdict == "mismatch" and self.first and not self.missed and not self.beside
+        wanted = self.verdict == "mismatch" and self.first and not self.missed and not self.beside
+        return wanted if self.faulty else self.verdict == "equal"
 
     def flaws(self) -> str:
-        parts = [f"verdict {self.verdict}"] if self.verdict != "mismatch" else []
-        parts += [f"missed {word}" for word in self.missed] + ([f"beside: {', '.join(self.beside)}"] if self.beside else [])
+        parts = [f"verdict {self.verdict}", *(f"missed {word}" for word in self.missed)]
+        parts += [f"beside: {', '.join(self.beside)}"] if self.beside else []
         return "; ".join((*parts, f"said {' | '.join(self.causes) or '-'}"))
 
 
-def diagnosis_of(step: Step | RightStep):
+def diagnosis_of(step: Step | RightStep) -> Diagnosis:
     """What `diagnose_step` says of a step whose settings are all given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the authors' own
         return gpt2.diagnose_step(step.module(), step.make_step, our_model(), settings=step.settings.overrides())
 
 
-def score_step(name: str, style: str, meanings: Mapping[str, Meaning], diagnosis, seconds: float) -> StepRow:
+def score_step(name: str, step: Step | RightStep, diagnosis: Diagnosis, seconds: float = 0.0) -> StepRow:
     """Compare a diagnosis with the meanings of the faults of a step."""
+    meanings = step.meanings if isinstance(step, Step) else {}
     said = [cause.id for cause in diagnosis.causes]
     known = {one for meaning in meanings.values() for one in (*meaning.ids, *meaning.implied)}
     return StepRow(
         name,
-        style,
+        bool(meanings),
         diagnosis.verdict,
         first=bool(said) and said[0] in known,
         causes=tuple(f"{cause.id} {cause.where}" for cause in diagnosis.causes),
