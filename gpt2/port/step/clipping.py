@@ -89,8 +89,8 @@ class ClipReading:
 def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = None) -> ClipReading:
     """Return what happens to the gradients of several sessions, by the way that explains them best.
 
-    The limit of each way is the largest measure of what was used. ``share``: what gradients are always multiplied by; None: to be
-    read from the last session, whose gradients are so small that no clipping bites.
+    The limit of each way is the largest measure of what was used and is not as it was. ``share``: what gradients are always
+    multiplied by; None: to be read from the last session, whose gradients are so small that no clipping bites.
     """
     groups = [[_both(one) for one in session if one.held] for session in sessions]
     groups = [kept for group in groups if (kept := [pair for pair in group if pair[0]])]
@@ -110,9 +110,10 @@ def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = No
 
     plain = Clip(share=share)
     untouched = [error(plain, *pair) for pair in pairs]
-    found = [(max(EXACT, *(max(one.values()) for one in untouched)), False, plain, untouched)]
-    for kind in ClipKind if found[0][0] > EXACT else ():
-        way = Clip(kind, max(max(kind.sizes(used).values()) for _, used in pairs), share)
+    found = [(max(EXACT, *map(_worst, untouched)), False, plain, untouched)]
+    cut = [used for (_, used), passed in zip(pairs, untouched, strict=True) if _worst(passed) > EXACT]
+    for kind in ClipKind if cut else ():
+        way = Clip(kind, max(max(kind.sizes(used).values()) for used in cut), share)
         errors = [min(error(way, *pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
         found.append((max(EXACT, *map(_worst, errors)), not way.usual, way, errors))
     worst, _, way, errors = min(found, key=lambda one: one[:2])

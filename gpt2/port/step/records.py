@@ -38,7 +38,7 @@ class Sampled(NamedTuple):
 
     def times(self, factor: float) -> Sampled:
         """Return the product with a positive number."""
-        return Sampled(*(factor * one for one in self))
+        return Sampled(self.values * factor, factor * self.two, factor * self.one, factor * self.largest)
 
 
 class Gradient(dict[str, Sampled]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import reduce
@@ -231,11 +232,10 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
         update.held[keeper] = used.times(1 / share)._replace(values=held) if share > 0 else update.held[keeper]
     for call in calls:
         call.trains -= others
-    every = [*passes, *(call.start for call in calls), *(update.gradient for update in updates)]
-    every += [update.before for update in updates] + [update.after for update in updates]
-    for record in (*every, sampler.parameters, sampler.indices):
-        for name in others:
-            record.pop(name, None)
+    every: list[dict[str, Any]] = [*passes, *(call.start for call in calls), sampler.parameters, sampler.indices]
+    every += [one for update in updates for one in (update.gradient, update.before, update.after)]
+    for record, name in itertools.product(every, others):
+        record.pop(name, None)
 
 
 def takes_model(make_step: Callable[..., Any], name: str) -> None:
