@@ -130,7 +130,8 @@ def test_errors_that_both_models_share_are_the_machine_s(case: str) -> None:
     """Such a model was called different, or the machine was blamed for an error of three times what rounding explains."""
     (ours, theirs, apart), verdict, said = MACHINE[case]
     point = Point("h.0.mlp.c_fc", ours * 1e-7, FORWARD_RATIO * 1e-7, 1e-7, theirs * 1e-7, apart * 1e-7)
-    report = replace(refused(IMPRECISE[0]), checks=(Check("rounding", ROUNDING, "1 point", "float32", (point,)),), stopped="")
+    made = next(refused(each) for each in IMPRECISE if each.name in QUICK)  # which another test runs
+    report = replace(made, checks=(Check("rounding", ROUNDING, "1 point", "float32", (point,)),), stopped="")
     assert (report.verdict, report.ok) == (verdict, verdict == "equal")
     assert said in " ".join(report.table(100).split())
     assert ("This machine" in report.table(100)) == (case == "the machine's")

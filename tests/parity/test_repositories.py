@@ -58,7 +58,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 def test_kinds_then_a_second_run_with_limits(tmp_path: Path) -> None:
-    """A run that was cut goes on where it was; a repository that hangs costs its own time, one out of reach gets no line."""
+    """A run that was cut goes on where it was; a repository that hangs costs its own time."""
     verdicts = {"saved": "equal", "nanoGPT": "equal", "llama": "refused", "large": "too large"}
     with HubStandIn() as hub:
         names = [publish(hub, kind, tmp_path / kind) for kind in verdicts]
@@ -74,20 +74,14 @@ def test_kinds_then_a_second_run_with_limits(tmp_path: Path) -> None:
         before = len(hub.requests)
         with (tmp_path / "out.jsonl").open("a") as file:
             file.write('{"repository": "kinds/hangs", "verdict": "eq')  # the power went
-        for name in ("kinds/hangs", "kinds/away"):
-            hub.repos[name] = hub.repos[names[0]]
+        hub.repos["kinds/hangs"] = hub.repos[names[0]]
         hub.hold("kinds/hangs", SINGLE, after=100, times=9)
-        hub.fails["away"] = (503, "down")
-        more = [*names, "kinds/hangs@main", "kinds/away"]
-        again, table, said = verify_all(hub, tmp_path, more, "--timeout", "4")
+        again, _, _ = verify_all(hub, tmp_path, [*names, "kinds/hangs@main"], "--timeout", "4")
         assert again[:4] == lines
         assert [(line["repository"], line["verdict"], line["reason"]) for line in again[4:]] == [
             ("kinds/hangs@main", "timed out", "not finished in 4 s")
         ]
-        assert again[4]["revision"] == hub.repos["kinds/hangs"].refs["main"]
-        assert "kinds/away: no answer" in said
         assert not any("saved" in request.path for request in hub.requests[before:])
-        assert "| timed out | 1 | |" in table
 
 
 @pytest.mark.parametrize(

@@ -367,7 +367,6 @@ def test_quick_leaves_out_training_and_long_texts_and_says_so(tmp_path: Path) ->
             {"gradients-rounding": "wte.weight (head)", "adamw-rounding": "ln_f (all parameters)"},
             {"gradients", "adamw"},
         ),
-        (partial(imprecise.cache, torch.bfloat16), {"rounding": "logits (single tokens)"}, {"activations"}),
         (every_row_reads_the_first, {"padding": "logits (padded rows, cached)"}, {"activations"}),
         (no_softmax, {"activations": "h.0.attn.scores"}, {"logits"}),
         (gradient_cut_late, {"gradients": "ln_f.weight"}, {"activations"}),

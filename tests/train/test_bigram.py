@@ -11,6 +11,7 @@ from gpt2.data import from_directory
 from gpt2.errors import InputError
 from gpt2.optim import Optim
 from gpt2.train.bigram import Bigram, load_model
+from gpt2.train.card import write_card
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import Evaluated, train
 from gpt2.train.recipe import Model
@@ -49,5 +50,7 @@ def test_it_is_loaded_here_and_refused_as_a_gpt2(bigram, tmp_path):
     assert model(torch.zeros(2, 3, dtype=torch.long)).shape == (2, 3, n)
     with pytest.raises(InputError, match="model_type is 'bigram', not 'gpt2'"):
         gpt2.load(str(best))
+    assert write_card(tmp_path / "run") == ""  # no other program opens a table of bigrams
+    assert not (best / "README.md").exists()
     with pytest.raises(InputError, match="a bigram is trained from scratch"):
         train(bigram, tmp_path / "other", init=str(best))

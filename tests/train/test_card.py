@@ -24,7 +24,7 @@ from gpt2.train import state
 from gpt2.train.card import record_of, settings, write_card
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import train
-from gpt2.train.recipe import build, read
+from gpt2.train.recipe import read
 from gpt2.train.state import Progress
 
 
@@ -173,12 +173,3 @@ def test_the_card_of_a_chat_model_shows_how_to_ask(init: Path, recipe, tmp_path:
     for words, said in (([], True), (["--chat"], False)):
         assert main(["generate", str(tmp_path / "chat" / "best"), "--prompt", "Who is a?", "--max-new-tokens", "2", *words]) == 0
         assert ("--chat asks it in their format" in capsys.readouterr().err) == said
-
-
-def test_a_bigram_has_no_card(recipe, tmp_path: Path) -> None:
-    """No other program opens a table of bigrams, and publish refuses it."""
-    raw = {"steps": 2, "model": {"kind": "bigram"}, "eval_every": 2, "context": 16, "device": "cpu"}
-    bigram = replace(build(raw, "test"), data=recipe.data, name="pairs")
-    train(bigram, tmp_path / "pairs")
-    assert write_card(tmp_path / "pairs") == ""
-    assert not (tmp_path / "pairs" / "best" / CARD).exists()
