@@ -123,7 +123,7 @@ def test_a_step_that_never_ends_is_seen_to_run_and_is_ended(tmp_path: Path) -> N
     with pytest.raises(InputError, match=r"one call of its step\(x, y\) did not end in 5 s \(port.py, line 12"):
         runner.run(str(tmp_path / "port.py"), "shakespeare-mini", step=str(tmp_path / "port.py"), timeout=5, progress=seen.append)
     assert seen[-1] == "running call 1 of your step"
-    assert not alive((tmp_path / "pid").read_text())
+    wait_until(lambda: not alive((tmp_path / "pid").read_text()))
 
 
 def test_the_process_ends_with_the_command(tmp_path: Path) -> None:
