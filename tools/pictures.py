@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 ROOT = Path(__file__).parents[1]
-SIZE = (1160, 1430)  # CSS pixels
+SIZE = (1160, 1475)  # CSS pixels
 
 
 def main() -> None:

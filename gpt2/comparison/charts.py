@@ -81,7 +81,7 @@ def tip(word: Word, names: tuple[str, str]) -> str:
     lines = [f"{visible(word.text)}   JS {number(word.js)}"]
     sides = zip(names, (word.probability_a, word.probability_b), (word.top_a, word.top_b), strict=True)
     for name, probability, top in sides:
-        expected = ", ".join(f"{visible(each.text)} {percent(each.probability)}" for each in top)
+        expected = ", ".join(f"“{visible(each.text)}” {percent(each.probability)}" for each in top)
         lines.append(f"{name}: {expected}; the text's {percent(probability)}")
     return "\n".join(lines)
 

@@ -178,7 +178,7 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
                 browser.value(f"document.querySelectorAll('.tok')[{at}].focus()")
                 shown, word = browser.value(f"{tip}.content"), found.words.text[at]
                 for top in (word.top_a, word.top_b):
-                    assert f"{visible(top[0].text)} {percent(top[0].probability)}" in shown
+                    assert f"“{visible(top[0].text)}” {percent(top[0].probability)}" in shown
                 assert browser.value(f"parseFloat({tip}.width)") <= width
         assert all(url.startswith("file:") for url in browser.asked)
     finally:
