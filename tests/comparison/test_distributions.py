@@ -1,5 +1,6 @@
 """Every statistic against SciPy, a loop over Python floats or decimals, or a closed form."""
 
+import itertools
 import json
 import math
 import weakref
@@ -393,6 +394,22 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     assert json.loads(json.dumps(asdict(got)))["kl_ab"]["max_at"] == got.kl_ab.max_at
     later = summarise(replace(tokens, index=tokens.index + 100), lengths)
     assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
+
+
+@pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
+def test_bins_hold_every_token_once(context):
+    """Possible bugs: a token on an edge in two bins or in none; a NaN mean of an empty bin."""
+    tokens = made(700, context=context)
+    bins = summarise(tokens, torch.ones(40)).by_position
+    assert (bins[0].low, bins[-1].high) == (1, context)
+    assert len(bins) <= 17
+    assert all(first.high + 1 == second.low for first, second in itertools.pairwise(bins))
+    assert sum(part.tokens for part in bins) == 700
+    for part in bins:
+        inside = (part.low <= tokens.position) & (tokens.position <= part.high)
+        columns = tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, (tokens.top_a[:, 0] == tokens.top_b[:, 0]).double()
+        means = [float(column[inside].mean()) for column in columns]
+        assert (part.tokens, part.kl, part.loss_a, part.loss_b, part.same_top) == pytest.approx((int(inside.sum()), *means))
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 20])
