@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import AbstractContextManager, ExitStack, closing, suppress
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
@@ -84,25 +84,20 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
     Return transformers' logits in float64, its best ids in ``dtype`` of the last row (T,), and the errors of each sample with
     noise.
     """
-    findings, label = subject.findings, dtype_label(subject.dtype)
+    findings, label, what = subject.findings, dtype_label(subject.dtype), "float64: activations"
 
-    def exactly(model: nn.Module, what: str) -> Walk[Recorded]:
-        def walk(emit: Callable[[Recorded], None]) -> None:
-            with subject.exactly(model, f"float64: activations, {what}"):
-                trace_steps(model, rows, emit)
-
-        return walk
+    def walk(context: AbstractContextManager[object], model: nn.Module, rows: Tensor, emit: Callable[[Recorded], None]) -> None:
+        with context:
+            trace_steps(model, rows, emit)
 
     noisy_model = subject.noisy()  # made before a walk begins: a later copy would have the walk's hooks
     count = subject.draws * (SAMPLES if rows.numel() * subject.config.n_embd < ENOUGH else 1)
-
-    def noisily(emit: Callable[[Recorded], None]) -> None:
-        with subject.noisily(noisy_model, "float64: activations", seed=0):
-            trace_steps(noisy_model, rows.repeat(count, 1), emit)
-
-    walks: list[Walk[Recorded]] = [exactly(subject.reference, "transformers"), exactly(subject.ours, "ours")]
-    walks += [partial(trace_steps, model, rows) for model in (subject.ours_rounded, subject.reference_rounded)]
-    walks.append(noisily)
+    walks: list[Walk[Recorded]] = [
+        partial(walk, subject.exactly(subject.reference, f"{what}, transformers"), subject.reference, rows),
+        partial(walk, subject.exactly(subject.ours, f"{what}, ours"), subject.ours, rows),
+        *(partial(trace_steps, model, rows) for model in (subject.ours_rounded, subject.reference_rounded)),
+        partial(walk, subject.noisily(noisy_model, what, seed=0), noisy_model, rows.repeat(count, 1)),
+    ]
     seen: list[str] = []
     logits: list[Tensor] = []
     hidden: list[float] = []
@@ -152,12 +147,12 @@ def _parts(subject: Subject, expected: Tensor, noise: list[list[float]]) -> None
     """Compare what our model gives through the cache and with padding: in float64, and in ``dtype``, as far off as ``noise``."""
     findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
-        for check, name, logits, exact in _ways(probe, _Reader(subject.ours), expected):
+        for check, name, logits, exact in _ways(probe, subject.ours, expected):
             findings.mapping(check, name, worst_relative_error(logits, exact))
             findings.settle()
     findings.settle("padding")
     findings.progress(f"{label}: cache and padding")
-    ways = (_ways(probe, _Reader(model), expected, whole=False) for model in (subject.ours_rounded, subject.reference_rounded))
+    ways = (_ways(probe, model, expected, whole=False) for model in (subject.ours_rounded, subject.reference_rounded))
     for (_, name, ours, exact), (*_, theirs, _), *errors in zip(*ways, *noise, strict=True):
         pair = (relative_error(each, exact) for each in (ours, theirs))
         findings.rounding("rounding", name, *pair, *errors, apart=relative_error(ours, theirs))
@@ -165,68 +160,61 @@ def _parts(subject: Subject, expected: Tensor, noise: list[list[float]]) -> None
 
 
 def _ways(
-    probe: Probe, model: _Reader | Tensor, expected: Tensor, whole: bool = True
+    probe: Probe, model: nn.Module | Tensor, expected: Tensor, whole: bool = True
 ) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
     Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece; ``whole`` reads the padded rows
     without it too. Given logits (3, T, V) are those of a model that was not read so: it differs by the order of a few sums.
     """
-    rows, (padded, mask) = probe.rows, probe.padded()
-    length = rows.size(1)
-    half, single = length // 2, min(SINGLE_TOKENS, length // 4)
-    ends = {"prefill": half, "single tokens": half + single, "chunk": length}
-    sizes = _sizes(length)
-    cached, start = model if isinstance(model, Tensor) else model.read_in_parts(rows, sizes, None), 0
-    for part, end in ends.items():
+    rows, (padded, mask), start = probe.rows, probe.padded(), 0
+    cached = model if isinstance(model, Tensor) else _read_in_parts(model, rows)
+    for part, end in _ends(rows.size(1)).items():
         if end > start:
             yield "cache", f"logits ({part})", cached[:, start:end], expected[:, start:end]
         start = end
-    real, alone = mask.bool(), torch.zeros_like(mask, dtype=torch.bool)
-    for row, count in zip(alone, probe.padding, strict=True):
-        row[: length - count] = True
+    real, alone = mask.bool(), mask.bool().flip(1)
     if isinstance(model, Tensor):
         yield "padding", "logits (padded rows, cached)", model[alone], expected[alone]
         return
     if whole:
-        yield "padding", "logits (padded rows)", model.read(padded, mask=mask)[real], expected[alone]
-    yield "padding", "logits (padded rows, cached)", model.read_in_parts(padded, sizes, mask)[real], expected[alone]
+        yield "padding", "logits (padded rows)", _read(model, padded, mask=mask)[real], expected[alone]
+    yield "padding", "logits (padded rows, cached)", _read_in_parts(model, padded, mask)[real], expected[alone]
+
+
+def _ends(length: int) -> dict[str, int]:
+    """Return where the parts end in which a cache reads a text: half of it, single tokens, and the rest."""
+    half = length // 2
+    return {"prefill": half, "single tokens": half + min(SINGLE_TOKENS, length // 4), "chunk": length}
 
 
 def _sizes(length: int) -> list[int]:
-    """Return the sizes of the parts in which a cache reads a text: half of it, single tokens, and the rest."""
-    half, single = length // 2, min(SINGLE_TOKENS, length // 4)
-    return [size for size in (half, *[1] * single, length - half - single) if size]
+    """Return the sizes of the pieces of these parts."""
+    half, single, _ = _ends(length).values()
+    return [size for size in (half, *[1] * (single - half), length - single) if size]
 
 
-class _Reader:
-    """Reads (B, T) ids with our model or transformers', whole or in parts through a cache, with padding or without."""
+def _read_in_parts(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the logits (B, T, V) of our model or transformers', which reads ids (B, T) in parts through a cache."""
+    cache, sizes = model.new_cache(*ids.shape) if isinstance(model, GPT2) else reference_cache(model), _sizes(ids.size(1))
+    starts = itertools.accumulate(sizes, initial=0)
+    pieces = zip(starts, ids.split(sizes, dim=1), strict=False)
+    return torch.cat([_read(model, piece, start, mask, cache) for start, piece in pieces], dim=1)
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self.cache: Any = None
 
-    def read_in_parts(self, ids: Tensor, sizes: list[int], mask: Tensor | None) -> Tensor:
-        """Return the logits (B, T, V) of ids that are read in parts of the given sizes."""
-        self.cache = self.model.new_cache(*ids.shape) if isinstance(self.model, GPT2) else reference_cache(self.model)
-        starts = itertools.accumulate(sizes, initial=0)
-        logits = [self.read(ids[:, start : start + size], start, mask, True) for start, size in zip(starts, sizes, strict=False)]
-        self.cache = None
-        return torch.cat(logits, dim=1)
-
-    def read(self, ids: Tensor, start: int = 0, mask: Tensor | None = None, caching: bool = False) -> Tensor:
-        """Return the logits of ids behind ``start`` cached tokens; a single token is read as generation reads it."""
-        end = start + ids.size(1)
-        seen = None if mask is None else mask[:, :end]
-        if isinstance(self.model, GPT2):
-            if start and end - start == 1:
-                return Decoder(self.model).decode(ids, self.cache, seen)
-            return self.model(ids, cache=self.cache, attention_mask=seen)
-        real = torch.ones(1, end, dtype=torch.long) if seen is None else seen
-        positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
-        out = self.model(ids, self.cache, attention_mask=seen, position_ids=positions, use_cache=caching)
-        logits: Tensor = out.logits
-        return logits
+def _read(model: nn.Module, ids: Tensor, start: int = 0, mask: Tensor | None = None, cache: Any = None) -> Tensor:
+    """Return the logits of ids behind ``start`` cached tokens; our model reads a single token as generation does."""
+    end = start + ids.size(1)
+    seen = None if mask is None else mask[:, :end]
+    if isinstance(model, GPT2):
+        if start and end - start == 1:
+            return Decoder(model).decode(ids, cache, seen)
+        return model(ids, cache=cache, attention_mask=seen)
+    real = torch.ones(1, end, dtype=torch.long) if seen is None else seen
+    positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
+    out = model(ids, cache, attention_mask=seen, position_ids=positions, use_cache=cache is not None)
+    logits: Tensor = out.logits
+    return logits
 
 
 def _windows(subject: Subject, noise: Sequence[float]) -> None:
