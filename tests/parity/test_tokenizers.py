@@ -11,7 +11,7 @@ import pytest
 import torch
 from support.checks import content, mostly_slow
 from support.commands import refusal
-from support.tokenizers import END, KINDS, SAMPLES, byte_level_bpe, lowercase_words, pieces, resaved
+from support.tokenizers import END, KINDS, SAMPLES, SW3, byte_level_bpe, lowercase_words, pieces, resaved
 from tokenizers import normalizers, pre_tokenizers
 
 import gpt2
@@ -40,7 +40,7 @@ def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(kind: str, folder: Path) -> Path:
     """A folder with that kind of tokenizer and GPT-2's config, as on the Hub."""
-    if kind == "T5" and importlib.util.find_spec("sentencepiece") is None:
+    if kind in ("T5", "GPT-SW3") and importlib.util.find_spec("sentencepiece") is None:
         pytest.skip("the extra sentencepiece is not installed")
     folder.mkdir(parents=True, exist_ok=True)
     if kind not in TRAINED:
@@ -384,7 +384,9 @@ def test_sentencepiece_is_asked_for_in_one_line(tmp_path: Path, monkeypatch: pyt
 
 def test_a_damaged_piece_model_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("sentencepiece")
-    pieces(tmp_path, "T5Tokenizer")
+    pieces(tmp_path, "GPTSw3Tokenizer", SW3)
     for length, said in ((99, "transformers cannot read its tokenizer"), (0, "spiece.model is empty; it is damaged")):
         (tmp_path / "spiece.model").write_bytes((tmp_path / "spiece.model").read_bytes()[:length])
-        assert said in refusal(from_directory, tmp_path)
+        for name in ("GPTSw3Tokenizer", "T5Tokenizer"):
+            (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": name}))
+            assert said in refusal(from_directory, tmp_path)

@@ -169,6 +169,7 @@ def legacy(folder: Path) -> None:
 
 
 T5 = {"pad_id": 3, "user_defined_symbols": ["[PAD]", "[CLS]", "[SEP]", "[MASK]"]}
+SW3 = {"vocab_size": 500, "model_type": "bpe", "byte_fallback": True, "pad_id": 3, "control_symbols": [END]}
 KINDS: dict[str, Callable[[Path], None]] = {
     "byte-level": byte_level,
     "byte-level, bos added": lambda folder: byte_level(folder, add_bos_token=True, bos_token=END),
@@ -192,6 +193,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
     "BERT": bert,
     "BERT in config.json": lambda folder: bert(folder, "BertTokenizerFast", "config.json"),
     "T5": lambda folder: pieces(folder, "T5Tokenizer", trainer=T5, extra_ids=0, bos_token="<s>", eos_token="</s>"),
+    "GPT-SW3": lambda folder: pieces(folder, "GPTSw3Tokenizer", SW3, eos_token=END, additional_special_tokens=["<bot>"]),
     "Unigram": unigram,
     "characters": characters,
 }
