@@ -26,8 +26,6 @@ FORMULAS = (
     ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
     ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
     ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
-    ("correction", "first", "bias-correction-missing", "only the first moment is divided by 1 - beta**t"),
-    ("correction", "second", "bias-correction-missing", "only the second is divided by 1 - beta**t"),
     ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
     ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
 )
