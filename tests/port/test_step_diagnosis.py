@@ -141,6 +141,15 @@ def test_a_correction_that_is_carried_out_heals_the_step(faulty, id: str, settin
     assert gpt2.diagnose_step(our_model(), faulty(mend), our_model(), settings=settings).ok, mend
 
 
+@pytest.mark.parametrize(
+    ("line", "words"), [("clipped-harder", "parameters(), 1)"), ("decay-tenth", "weight_decay=0.1"), ("rate-doubled", "lr=0.001")]
+)
+def test_the_fix_of_a_wrong_number_has_the_right_one(line, words):
+    """The fix was the line that the user had, with the number left out."""
+    (cause,) = diagnosis_of(FAULTY_STEPS[line]).causes
+    assert words in cause.fix
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FAULTY_STEPS)
 def test_the_causes_of_faults_are_named(name):

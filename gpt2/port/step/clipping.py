@@ -155,8 +155,8 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
         findings.leave_open("clip", f"the gradient of {findings.places(reading.odd)} {words}")
         return
 
-    def add(id: str, detail: str) -> None:
-        findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after")
+    def add(id: str, detail: str, fix: str = "") -> None:
+        findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after", fix)
         findings.differ("clip", 1.0)
 
     clip, share, passed = reading.way, reading.way.share, reading.passed
@@ -182,4 +182,5 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
             f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
         )
     elif apart > 1e-3:
-        add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}")
+        fix = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {wanted:g})"
+        add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}", fix)
