@@ -66,12 +66,16 @@ def scale_faults(config: GPT2Config, layer: int, factor: float) -> tuple[Cause, 
     right = right_scale(config, layer)
     if math.isclose(factor, right, rel_tol=1e-7):
         return ()
-    head_size = " (1/sqrt(head size))" if math.isclose(right, config.head_dim**-0.5) else ""
-    wanted = f"the checkpoint's attention multiplies them by {right:.6g}{head_size}"
+    wanted = _wanted(config, right)
     for words, (id, scale) in _known(config).items():
         if math.isclose(factor, scale(config, layer), rel_tol=1e-7):
             return (Cause.at(id, "attn", f"{words}; {wanted}", KIND.get(id, "")),)
     return (Cause.at("scale-wrong", "attn", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
+
+
+def _wanted(config: GPT2Config, right: float) -> str:
+    head_size = " (1/sqrt(head size))" if math.isclose(right, config.head_dim**-0.5) else ""
+    return f"the checkpoint's attention multiplies them by {right:.6g}{head_size}"
 
 
 @family
@@ -87,9 +91,8 @@ def scales(model: Model) -> Iterator[Alternative]:
         tried.add(factor)
         edit = Changed("attn.scores", lambda c, y, scale=scale: y * (scale(config, c.layer) / right_scale(config, c.layer)))
         same = [scale(config, layer) == right_scale(config, layer) for layer in range(config.n_layer)]
-        wanted = f"; the checkpoint's attention multiplies them by {right_scale(config, 0):.6g}"
         if not all(same):
-            named = words if id in KIND else words + wanted
+            named = words if id in KIND else f"{words}; {_wanted(config, right_scale(config, 0))}"
             yield Alternative(id, named, {"attn.scores": edit}, silent=same.__getitem__)
 
 
