@@ -87,9 +87,7 @@ def compared() -> Comparison:
 
 def mapped() -> MappingReport:
     rows = [
-        MappingRow(
-            f"transformer.decoder_layers.{n}.self_attention.qkv_projection.weight", (3, 3), (source,), "transposed", "shape"
-        )
+        MappingRow(f"transformer.decoder_layers.{n}.self_attention.qkv_projection.weight", (3, 3), (source,), "transposed")
         for n, source in enumerate(PARAMETERS)
     ]
     return MappingReport("Port", "gpt2", tuple(rows), {}, {}, {}, (), (), ("a note " * 30,), 1e-15, "the logits agree", True)

@@ -21,7 +21,7 @@ from gpt2.model import GPT2
 from gpt2.port.alternatives import loading, schedule, table
 from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.norms import normed, of_moments, readings
+from gpt2.port.alternatives.norms import axes
 from gpt2.port.alternatives.outside import orders, sequence_faults
 from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.explaining import DumpExplainer, Explanation
@@ -232,9 +232,8 @@ def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
 def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(model: GPT2, ids: Tensor) -> None:
     """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
     exception, or another norm."""
-    every = readings((2, 7, CONFIG.n_embd)).values()
-    some = [Alternative("", str(n), outside={"ln_f": normed("ln_f", of_moments(one))}) for n, one in enumerate(every)]
     own = Model(model.state_dict(), CONFIG, ids)
+    some = [replace(one, edits={}) for one in axes(own) if one.outside]
     part = Part(own, "ln_f", None, {"ln_f": own.trace(Program())["ln_f"]}, {})
     compared = 0
     for one, value in run(part, [Candidate(((one, None),)) for one in some]):

@@ -39,70 +39,20 @@ def test_the_causes_of_two_faults_are_named():
     assert found.perfect, found.flaws()
 
 
-def stepping(model, optimizer):
-    """A right step of an optimizer."""
-
-    def step(x, y):
-        optimizer.zero_grad()
-        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten())
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    return step
-
-
-def test_a_bias_without_effect_need_not_move():
-    """Bug: the gradient of a key's bias is rounding, so SGD does not move it; it was called missing from the optimizer."""
+def stepping(losses_of, optimizer=lambda ps: torch.optim.AdamW(ps, lr=3e-4), prepare=lambda model: model):
+    """`make_step` of a step that adds the gradients of the losses that ``losses_of(model, x, y)`` yields."""
 
     def make_step(model):
-        return stepping(model, torch.optim.SGD(model.parameters(), lr=1e-3))
-
-    said = gpt2.diagnose_step(module_of("vmapped"), make_step, our_model())
-    assert "parameter-missing" not in [cause.id for cause in said.causes], said.table()
-
-
-def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
-    """It was listed twice, where the settings have a prompt: once from the batches in which some targets are -100."""
-
-    def make_step(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+        prepare(model)
+        own = optimizer(model.parameters())
 
         def step(x, y):
-            optimizer.zero_grad()
-            losses = [
-                F.cross_entropy(model(a).flatten(0, 1), b.flatten()) / 4 for a, b in zip(x.chunk(2), y.chunk(2), strict=True)
-            ]
-            for loss in losses:
-                loss.backward()
-            optimizer.step()
-            return losses[-1]
-
-        return step
-
-    settings = {"grad_accum": 2, "data.prompt": "p"}
-    causes = [(one.id, one.where) for one in gpt2.diagnose_step(our_model(), make_step, our_model(), settings=settings).causes]
-    assert causes.count(("accumulation-average-wrong", "loss")) == 1
-    assert len(set(causes)) == len(causes)
-    with pytest.raises(InputError, match="give the other arguments defaults, and return step"):
-        gpt2.diagnose_step(our_model(), lambda model, lr: None, our_model())
-
-
-def accumulated(mend: str):
-    """A step of two parts with unequal numbers of targets, each averaged alone, or as ``mend`` says."""
-
-    def make_step(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-
-        def step(x, y):
-            optimizer.zero_grad()
-            names, total = {"F": F, "all_targets": (y != -100).sum()}, 0.0
-            for a, targets in zip(x.flatten(0, 1).view(2, -1, x.shape[1]), y.flatten().view(2, -1), strict=True):
-                logits = model(a).flatten(0, 1)
-                loss = F.cross_entropy(logits, targets) / 2 if not mend else eval(mend, names, locals())
+            own.zero_grad()
+            total = 0.0
+            for loss in losses_of(model, x, y):
                 loss.backward()
                 total += float(loss.detach())
-            optimizer.step()
+            own.step()
             return total
 
         return step
@@ -110,49 +60,68 @@ def accumulated(mend: str):
     return make_step
 
 
+def loss_of(model, x, y):
+    return F.cross_entropy(model(x).flatten(0, 1), y.flatten())
+
+
+def mean(model, x, y):
+    yield loss_of(model, x, y)
+
+
+def halves(model, x, y):
+    return [loss_of(model, a, b) / 4 for a, b in zip(x.chunk(2), y.chunk(2), strict=True)]
+
+
+def test_a_bias_without_effect_need_not_move():
+    """Bug: the gradient of a key's bias is rounding, so SGD does not move it; it was called missing from the optimizer."""
+    make_step = stepping(mean, lambda ps: torch.optim.SGD(ps, lr=1e-3))
+    said = gpt2.diagnose_step(module_of("vmapped"), make_step, our_model())
+    assert "parameter-missing" not in [cause.id for cause in said.causes], said.table()
+
+
+def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
+    """It was listed twice, where the settings have a prompt: once from the batches in which some targets are -100."""
+    settings = {"grad_accum": 2, "data.prompt": "p"}
+    causes = gpt2.diagnose_step(our_model(), stepping(halves), our_model(), settings=settings).causes
+    places = [(one.id, one.where) for one in causes]
+    assert places.count(("accumulation-average-wrong", "loss")) == 1
+    assert len(set(places)) == len(places)
+    with pytest.raises(InputError, match=r"model alone.*missing 1 required"):
+        gpt2.diagnose_step(our_model(), lambda model, lr: None, our_model())
+
+
+def accumulated(mend: str):
+    """A step of two parts with unequal numbers of targets, each averaged alone, or as ``mend`` says."""
+
+    def losses(model, x, y):
+        names = {"F": F, "all_targets": (y != -100).sum()}
+        for a, targets in zip(x.chunk(2), y.chunk(2), strict=True):
+            logits, targets = model(a).flatten(0, 1), targets.flatten()
+            yield eval(mend or "F.cross_entropy(logits, targets) / 2", names, {"logits": logits, "targets": targets})
+
+    return stepping(losses)
+
+
 def padded_with_end_of_text(mend: str):
     """A step that takes every end of text for padding, or leaves out labels as ``mend`` says."""
 
-    def make_step(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    def losses(model, x, labels):
+        names = {"labels": labels, "attention_mask": torch.ones_like(labels), "end": model.config.eos_token_id}
+        yield loss_of(model, x, eval(mend or "labels.masked_fill(labels == end, -100)", names))
 
-        def step(x, labels):
-            attention_mask = torch.ones_like(labels)
-            end = model.config.eos_token_id
-            labels = labels.masked_fill(labels == end, -100) if not mend else eval(mend)
-            assert attention_mask.all()
-            optimizer.zero_grad()
-            loss = F.cross_entropy(model(x).flatten(0, 1), labels.flatten())
-            loss.backward()
-            optimizer.step()
-            return loss
-
-        return step
-
-    return make_step
+    return stepping(losses)
 
 
 def in_half_precision(mend: str):
     """A step whose weights are kept in bfloat16, or in float32 and computed as ``mend`` says."""
 
-    def make_step(model):
-        if not mend:
-            model.bfloat16()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    def losses(model, x, y):
+        mean = "F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())"
+        space = {"torch": torch, "F": F, "model": model, "x": x, "y": y, "device": "cpu", "dtype": torch.bfloat16}
+        exec(mend.replace("...", mean) if mend else f"loss = {mean}", space)
+        yield space["loss"]
 
-        def step(x, y):
-            optimizer.zero_grad()
-            device, dtype, space = "cpu", torch.bfloat16, {"torch": torch, "loss": None}
-            mean = "F.cross_entropy(model(x).flatten(0, 1).float(), y.flatten())"
-            line = mend.replace("...", mean) if mend else f"loss = {mean}"
-            exec(line, space | {"F": F, "model": model, "x": x, "y": y, "device": device, "dtype": dtype}, space)
-            space["loss"].backward()
-            optimizer.step()
-            return space["loss"]
-
-        return step
-
-    return make_step
+    return stepping(losses, prepare=lambda model: model if mend else model.bfloat16())
 
 
 @pytest.mark.parametrize(
@@ -170,6 +139,15 @@ def test_a_correction_that_is_carried_out_heals_the_step(faulty, id: str, settin
     assert cause.id == id
     mend = cause.fix.partition("  #")[0].rpartition("mask: " if "mask" in cause.fix else "precision: ")[2]
     assert gpt2.diagnose_step(our_model(), faulty(mend), our_model(), settings=settings).ok, mend
+
+
+@pytest.mark.parametrize(
+    ("line", "words"), [("clipped-harder", "parameters(), 1)"), ("decay-tenth", "weight_decay=0.1"), ("rate-doubled", "lr=0.001")]
+)
+def test_the_fix_of_a_wrong_number_has_the_right_one(line, words):
+    """The fix was the line that the user had, with the number left out."""
+    (cause,) = diagnosis_of(FAULTY_STEPS[line]).causes
+    assert words in cause.fix
 
 
 @pytest.mark.slow
@@ -211,9 +189,8 @@ def test_a_head_of_its_own_is_named_where_the_forward_pass_differs_too():
     assert any("were not compared" in note for note in diagnosis.notes)
 
 
-def unset(model):
-    """A right step but for its settings, which nobody gives."""
-    return stepping(model, torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.95), weight_decay=0.02))
+# A right step but for its settings, which nobody gives.
+unset = stepping(mean, lambda ps: torch.optim.AdamW(ps, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.02))
 
 
 @pytest.mark.slow

@@ -6,24 +6,22 @@ Formulas with other epsilons, divisors and weights are those of :mod:`.norm_form
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, family
-from gpt2.port.alternatives.norm_formulas import SHOWN, applied, layer_norm, wrong_norms
+from gpt2.port.alternatives.norm_formulas import BOTH, SHOWN, applied, layer_norm, wrong_norms
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site
 
 SOURCES = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}  # what each norm takes
 OTHERS = {"ln_1": "ln_2", "ln_2": "ln_1"}
 Norming = Callable[[Site, Tensor, str], Tensor]  # from a norm's input and its part
 Numbers = tuple[Tensor, Tensor]  # weight and bias (D,)
-OWN = "over each token's features"
 AXES = {
     (1,): "over the tokens, for each feature (dim=1)",
     (0,): "over the batch, for each token and feature (dim=0)",
@@ -31,22 +29,6 @@ AXES = {
     (1, 2): "over tokens and features together",
     (0, 1, 2): "over the whole array, all rows, tokens and features together",
 }
-
-
-class Moments(NamedTuple):
-    """A mean and a variance, divided by the number of entries ``size``."""
-
-    mean: Tensor
-    variance: Tensor
-    size: int
-
-    def normed(self, x: Tensor, eps: float, unbiased: bool) -> Tensor:
-        """Return x normalised with them; ``unbiased``: the variance is divided by one less than the number of entries."""
-        variance = self.variance * self.size / (self.size - 1) if unbiased and self.size > 1 else self.variance
-        return (x - self.mean) / (variance + eps).sqrt()
-
-
-Reading = Callable[[Tensor], Moments]
 
 
 def normed(part: str, make: Norming) -> Formula:
@@ -90,54 +72,17 @@ def _formula(affine: str, how: Mapping[str, Any], c: Site, x: Tensor, part: str)
     return layer_norm(x, *applied(weight, bias, affine), **how)
 
 
-def over(dims: Sequence[int], x: Tensor) -> Moments:
-    dims = tuple(dims)
-    count = math.prod(x.shape[dim] for dim in dims)
-    return Moments(x.mean(dims, keepdim=True), x.var(dims, correction=0, keepdim=True), count)
-
-
-def readings(shape: Sequence[int]) -> dict[str, Reading]:
-    """Return other means and variances of x of this ``shape`` (B, T, D), by words.
-
-    Over an axis of one entry, a norm gives its bias alone, as other faults do: those are not tried.
-    """
-    found: dict[str, Reading] = {}
-    for dims, words in AXES.items():
-        if max(shape[dim] for dim in dims) > 1 and not (shape[0] == 1 and 0 in dims and len(dims) > 1):
-            found[f"the norm runs {words}"] = partial(over, dims)  # else the same as without the batch
-            if dims != (0,) and (shape[0] > 1 or 0 not in dims):
-                found[f"the mean is taken {words}, the variance {OWN}"] = partial(_mixed, dims, (2,))
-                found[f"the mean is taken {OWN}, the variance {words}"] = partial(_mixed, (2,), dims)
-                found[f"the mean is taken {words}, the variance {OWN}; the variance is about that mean"] = partial(_about, dims)
-    return found
-
-
-def _mixed(one: Sequence[int], other: Sequence[int], x: Tensor) -> Moments:
-    return over(other, x)._replace(mean=over(one, x).mean)
-
-
-def _about(dims: Sequence[int], x: Tensor) -> Moments:
-    """Return another mean, and the variance of each token's features about it."""
-    mean = over(dims, x).mean
-    return Moments(mean, (x - mean).square().mean(-1, keepdim=True), x.shape[-1])
-
-
 @family
 def axes(model: Model) -> Iterator[Alternative]:
-    """Yield norms with the mean and the variance of other entries."""
+    """Yield norms over other axes. Over an axis of one entry, a norm gives its bias alone, as other faults do: not tried."""
+    rows, eps = len(model.ids), model.config.layer_norm_epsilon
     unbiased = "layernorm-unbiased-variance", "the variance is divided by one less than the number of entries"
-    for (words, reading), also in itertools.product(readings((*model.ids.shape, model.config.n_embd)).items(), ((), (unbiased,))):
-        rows = any(name in words for dims, name in AXES.items() if 0 in dims)
-        one = Alternative("layernorm-axis", words, also=also, rare=True, shared=True, sees=ROWS if rows else TEXT)
-        yield from in_norms(one, of_moments(reading, bool(also)))
-
-
-def of_moments(reading: Reading, unbiased: bool = False) -> Norming:
-    def make(c: Site, x: Tensor, part: str) -> Tensor:
-        weight, bias = c.numbers(part)
-        return reading(x).normed(x, c.config.layer_norm_epsilon, unbiased) * weight + bias
-
-    return make
+    for (dims, words), also in itertools.product(AXES.items(), ((), (unbiased,))):
+        if (rows == 1 and 0 in dims) or (dims == (1,) and model.ids.shape[1] == 1):
+            continue
+        sees, how = ROWS if 0 in dims else TEXT, {"eps": eps, "axes": dims, "correction": len(also)}
+        one = Alternative("layernorm-axis", f"the norm runs {words}", also=also, rare=True, shared=True, sees=sees)
+        yield from in_norms(one, partial(_formula, BOTH, how))
 
 
 @family
@@ -145,7 +90,6 @@ def numbers(model: Model) -> Iterator[Alternative]:
     """Yield norms with other weights and biases."""
     ways: dict[str, tuple[Callable[[Site, str], Numbers], tuple[str, ...]]] = {
         "cut to the first number, for all features": (_first, tuple(SOURCES)),
-        "taken from each other": (lambda c, part: c.numbers(part)[::-1], tuple(SOURCES)),
         "taken from the other norm of the block": (lambda c, part: c.numbers(OTHERS[part]), tuple(OTHERS)),
     }
     for words, (change, parts) in ways.items():

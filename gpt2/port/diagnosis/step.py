@@ -60,14 +60,12 @@ def diagnose_step(
     from gpt2.port.diagnosis import diagnose
     from gpt2.port.mapping import load_into
     from gpt2.port.step.examination import StepExamination
-    from gpt2.port.step.sessions import takes_model
     from gpt2.port.step.settings import StepSettings
     from gpt2.port.terms.budget import few_threads
 
     known = StepSettings.of(settings)
     if not callable(make_step):
         raise InputError(f"make_step is {type(make_step).__name__}; give a function of the module that returns step(x, y)")
-    takes_model(make_step, getattr(make_step, "__name__", "make_step"))
     ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
     if fill:
         load_into(module, ours)

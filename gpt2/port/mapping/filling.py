@@ -9,36 +9,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.stream import ModelPart
 from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
 from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.recording.forward import Borrowed
 
 MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
-
-# How each part is recognised in the forward pass.
-EVIDENCE = {
-    "wte": "the token ids choose its rows",
-    "wpe": "added to the stream, other rows at other positions",
-    "attn.q": "its results are matched against the keys, for the position that the mix is for",
-    "attn.k": "its results are matched against the queries, for the positions that are mixed",
-    "attn.v": "its results are what attention mixes",
-    "attn.c_proj": "takes the mix back to the stream",
-    "mlp.c_fc": "takes the stream to units that only the next projection reads",
-    "mlp.c_proj": "takes the hidden units back to the stream",
-    "attn.q.bias": "added to the queries",
-    "attn.k.bias": "added to the keys",
-    "attn.v.bias": "added to the values",
-    "attn.c_proj.bias": "added to what attention gives back",
-    "mlp.c_fc.bias": "added to the hidden units",
-    "mlp.c_proj.bias": "added to what the feed-forward gives back",
-    "ln_1": "the normed stream before the queries",
-    "ln_2": "the normed stream before the feed-forward",
-    "ln_f": "the normed stream at the end",
-    "head": "its results are the logits",
-    "head.bias": "added to the logits, where GPT-2 adds nothing",
-}
 
 
 @dataclass(frozen=True)
@@ -63,8 +39,7 @@ def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) ->
             put(borrowed.tensors[source.name], entries, mapping, state, use)
             change = f", less {use.shift:.4g}" if use.shift else ""
             change += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
-            reasons = dict.fromkeys(_evidence(part) for part in mapping.parts(source))
-            row = MappingRow(source.name, source.region.shape, names, words + change, "; ".join(reasons))
+            row = MappingRow(source.name, source.region.shape, names, words + change)
         results.append(Filled(source, row, low != KEEP, words))
     return results
 
@@ -84,12 +59,6 @@ def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str,
             target.copy_(values.view(target.shape)).sub_(use.shift).div_(use.scale)
         else:
             target[mine] = (values - use.shift) / use.scale
-
-
-def _evidence(part: ModelPart) -> str:
-    stem, _, leaf = part.part.partition(".")
-    does = f"{'scales' if leaf == 'weight' else 'shifts'} {EVIDENCE[stem]}" if stem.startswith("ln_") else EVIDENCE[part.part]
-    return does if part.layer is None else f"block {part.layer}: {does}"
 
 
 def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]:

@@ -17,6 +17,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import ModelPart
 from gpt2.port.recording.dataflow import Region, Source, Use
+from gpt2.port.terms.places import Place
 
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
 TABLES = ("wte", "wpe")
@@ -83,6 +84,13 @@ class WeightMap:
     def owner(self, entry: int) -> str:
         """Return the name of the tensor that an entry belongs to; "" for ZERO and KEEP."""
         return list(self.starts)[bisect.bisect_right(list(self.starts.values()), entry) - 1] if entry >= 0 else ""
+
+    def place(self, entry: int) -> Place:
+        """Return the place of an entry, of which third if it is c_attn's."""
+        name = self.owner(entry)
+        place, width = Place.of(name), self.shapes[name][-1]
+        column = (entry - self.starts[name]) % width
+        return Place(place.layer, place.part, "qkv"[column * 3 // width]) if ".c_attn." in name else place
 
     def target(self, part: ModelPart) -> str:
         """Return the name of the checkpoint's tensor for a part; "" for a bias of the head."""

@@ -64,8 +64,8 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
         for name in filled.scatter(conflict.refused, taken):
             names.setdefault(name, conflict.source)
             if ".c_attn." in name:
-                one, other = (_share(mapping, int(entries[0])) for entries in (conflict.refused, conflict.taken))
-                shared[name, one] = conflict.source, other
+                one, other = (mapping.place(int(entries[0])) for entries in (conflict.refused, conflict.taken))
+                shared[name, one.share] = conflict.source, other.share or other.name
     weights = {name: _completed(name, filled.weight(name), filled.placed[name], tensor) for name, tensor in state.items()}
     return Own(weights, filled.placed, names, head.weights.get("wte.weight"), head_name, extra, shared)
 
@@ -77,13 +77,6 @@ def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tenso
     if torch.equal(weight, ours):
         return ours
     return torch.where((weight - ours).abs() <= ROUNDING * (1 + ours.abs()), ours, weight)  # (g - 1) + 1 is not always g
-
-
-def _share(mapping: WeightMap, entry: int) -> str:
-    """Return the q, k or v share of c_attn for an entry; for another tensor, its name."""
-    name = mapping.owner(entry)
-    width = mapping.shapes[name][-1]
-    return "qkv"[(entry - mapping.starts[name]) % width * 3 // width] if ".c_attn." in name else name
 
 
 class _Filled:

@@ -99,7 +99,7 @@ class Remarks:
         alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights
         for conflict in self.mapping.conflicts:
             if not torch.equal(self._values(conflict.taken), self._values(conflict.refused)):
-                one_part, other = (self._place(int(entries[0])) for entries in (conflict.taken, conflict.refused))
+                one_part, other = (self.mapping.place(int(entries[0])) for entries in (conflict.taken, conflict.refused))
                 if one_part != other:  # else of another head: a departure
                     words = f"{conflict.source} serves as {one_part} and as {other}, which differ; it holds the first"
                     alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
@@ -133,12 +133,6 @@ class Remarks:
         for name, mine, numbers in self.mapping.by_tensor(entries):
             values[mine] = self.state[name].flatten()[numbers].double()
         return values
-
-    def _place(self, entry: int) -> Place:
-        name = self.mapping.owner(entry)
-        place, width = Place.of(name), self.state[name].shape[-1]
-        column = (entry - self.mapping.starts[name]) % width
-        return Place(place.layer, place.part, "qkv"[column * 3 // width]) if ".c_attn." in name else place
 
     def settle(self, agrees: bool) -> None:
         """If the logits agree, turn problems about parameters left unchanged into notes: they have no effect."""

@@ -11,13 +11,12 @@ from gpt2.pages.reports import Printed, Section, as_json, bold
 
 @dataclass(frozen=True)
 class MappingRow:
-    """One parameter of the module: the checkpoint's tensors that fill it, how they were changed, and the evidence."""
+    """One parameter of the module: the checkpoint's tensors that fill it, and how they were changed."""
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[str, ...]
     transformation: str
-    evidence: str
 
 
 @dataclass(frozen=True)
@@ -65,8 +64,7 @@ class MappingReport(Printed):
             many = f"  ({len(rows)})" if len(rows) > 1 else ""
             sources = [_starred(list(texts)) for texts in zip(*(row.sources for row in rows), strict=True)]
             shown = ", ".join(sources[:3]) + (", ..." if len(sources) > 3 else "")
-            evidence = _starred([row.evidence for row in rows])
-            words = f"from {shown}; {_starred([row.transformation for row in rows])}; {evidence}" if shown else evidence
+            words = f"{f'from {shown}; ' * bool(shown)}{_starred([row.transformation for row in rows])}"
             yield Section(note=f"{_starred([row.name for row in rows])}{many}", columns=("", ""), rows=[("  ", words)])
         yield Section(note="")
         for sign, sentences in (

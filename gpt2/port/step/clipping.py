@@ -25,7 +25,6 @@ class ClipKind(Enum):
 
     NORM = "norm"
     LARGEST = "largest absolute value"
-    SUM = "sum of absolute values"
     PARAMETER = "norm of each parameter"
     ENTRY = "each entry"
 
@@ -33,14 +32,12 @@ class ClipKind(Enum):
         """Return what is compared with the limit, for each parameter."""
         if self in (ClipKind.PARAMETER, ClipKind.ENTRY):
             return {name: one.two if self is ClipKind.PARAMETER else one.largest for name, one in gradient.items()}
-        every = gradient.values()
-        sums = {ClipKind.SUM: sum(one.one for one in every), ClipKind.LARGEST: max((one.largest for one in every), default=0.0)}
-        return dict.fromkeys(gradient, sums.get(self, gradient.total))
+        largest = max((one.largest for one in gradient.values()), default=0.0)
+        return dict.fromkeys(gradient, largest if self is ClipKind.LARGEST else gradient.total)
 
 
 WORDS = {
     ClipKind.LARGEST: ("clip-norm", "its largest absolute value is clipped to {:.6g}"),
-    ClipKind.SUM: ("clip-norm", "its sum of absolute values is clipped to {:.6g}"),
     ClipKind.ENTRY: ("clip-by-value", "entries beyond {:.6g} are cut"),
     ClipKind.PARAMETER: ("clip-per-tensor", "that of each parameter is clipped to {:.6g}"),
 }
@@ -158,8 +155,8 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
         findings.leave_open("clip", f"the gradient of {findings.places(reading.odd)} {words}")
         return
 
-    def add(id: str, detail: str) -> None:
-        findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after")
+    def add(id: str, detail: str, fix: str = "") -> None:
+        findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after", fix)
         findings.differ("clip", 1.0)
 
     clip, share, passed = reading.way, reading.way.share, reading.passed
@@ -185,4 +182,5 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
             f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
         )
     elif apart > 1e-3:
-        add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}")
+        fix = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {wanted:g})"
+        add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}", fix)

@@ -83,6 +83,8 @@ class StepExamination:
         calls, self.sampler = self.subject.session(batches, names, factor)
         if bad := [call.loss for call in calls if not math.isfinite(call.loss)]:
             raise InputError(f"the step returns a loss of {bad[0]}; look where it comes from (a mask, a label, a division)")
+        for call in calls if names else ():
+            call.forwards.clear()  # the gradients of the parameters alone are compared; logits of a large vocabulary are large
         return calls
 
     def _scaled_sessions(self) -> list[list[Watched]]:
@@ -147,6 +149,8 @@ class StepExamination:
         findings, self.read, earlier = self.findings, False, len(self.findings.causes)
         for number, call in enumerate(self.calls):
             own = self._loss_of(call, random_batch(self.ours.config, self.settings, number))
+            if number > 0:
+                call.forwards.clear()
             if own is None and number == 0:
                 words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
                 findings.leave_open("loss", words)

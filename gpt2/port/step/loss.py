@@ -153,8 +153,6 @@ def _other_labels(batch: StepBatch) -> Iterator[tuple[str, str, Tensor]]:
     for end in (twice[:, -1:], last):
         yield "labels-shifted-twice", "each position learns the token after the next", torch.cat([twice[:, :-1], end], 1)
     yield "labels-wrong", "each position learns the token before", torch.cat([first, ids[:, :-1]], 1)
-    for words, token in {"the row's first token": first, "the next row's first": first.roll(-1, 0), "token 0": 0 * first}.items():
-        yield "last-token-in-loss", f"the last position learns {words}", torch.cat([right[:, :-1], token], 1)
 
 
 def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterator[Told]:
@@ -163,7 +161,7 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
     ways = (("", "", right), *_other_labels(batch), ("padding-in-average", "targets of -100 are trained on", right.clamp(min=0)))
     found = next((way for way in ways if bool((labels == way[2])[trained].all())), None)
     if found is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
-        words = f"the last position learns token {int(labels[0, -1])}"
+        words = f"the last position learns a token that does not follow: in the first row {int(labels[0, -1])}"
         found = "last-token-in-loss", words, torch.cat([right[:, :-1], labels[:, -1:]], 1)
     if found is None:
         wrong = int((labels != right)[trained].sum())

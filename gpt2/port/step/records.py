@@ -17,11 +17,10 @@ Samples = dict[str, Tensor]
 
 
 class Sampled(NamedTuple):
-    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, the sum of absolutes, the largest."""
+    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, and the largest."""
 
     values: Tensor
     two: float = 0.0
-    one: float = 0.0
     largest: float = 0.0
 
     @classmethod
@@ -29,7 +28,7 @@ class Sampled(NamedTuple):
         """Return a tensor with its norms, without a copy of it; ``values``: the entries to keep, in place of all."""
         kept = tensor.reshape(-1) if values is None else values
         dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
-        orders = (2, 1, math.inf) if tensor.numel() else ()
+        orders = (2, math.inf) if tensor.numel() else ()
         return cls(kept, *(float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in orders))
 
     def plus(self, other: Sampled) -> Sampled:
@@ -38,7 +37,7 @@ class Sampled(NamedTuple):
 
     def times(self, factor: float) -> Sampled:
         """Return the product with a positive number."""
-        return Sampled(self.values * factor, factor * self.two, factor * self.one, factor * self.largest)
+        return Sampled(self.values * factor, factor * self.two, factor * self.largest)
 
 
 class Gradient(dict[str, Sampled]):

@@ -32,8 +32,8 @@ BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
 EPSILONS = (1e-8, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
 DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
 
-# The step whose factors correct the moments' bias: the right one, none, the one after, or that of one moment only.
-Correction = Literal["full", "none", "late", "first", "second"]
+# The step whose factors correct the moments' bias: the right one, none, or the one after.
+Correction = Literal["full", "none", "late"]
 # Where eps is added: to the corrected root, inside the root, or to the root before its correction.
 EpsPlace = Literal["outside", "inside", "before"]
 CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
@@ -94,8 +94,7 @@ def directions(rule: Rule, track: Track) -> Array:
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             most = np.maximum(most, v) if rule.amsgrad else v
             at = step + (rule.correction == "late")
-            c1 = 1 - b1**at if rule.correction not in ("none", "second") else 1.0
-            c2 = 1 - b2**at if rule.correction not in ("none", "first") else 1.0
+            c1, c2 = (1.0, 1.0) if rule.correction == "none" else (1 - b1**at, 1 - b2**at)
             inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
             root = np.sqrt(most / c2 + inside) + before / math.sqrt(c2) + outside
             out[t] = m / (c1 * np.where(root == 0, 1.0, root))

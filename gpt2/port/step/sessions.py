@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -157,7 +156,7 @@ class StepSubject:
             except InputError:
                 raise
             except Exception as error:
-                raise StepError(f"{self.maker}(model) fails: {error_line(error)}") from error
+                raise StepError(f"{self.maker}(model), called with the model alone, fails: {error_line(error)}") from error
         if not callable(step):
             words = "return a function step(x, y) that returns the loss"
             raise InputError(f"{self.maker}(model) returned {type(step).__name__}; {words}")
@@ -236,15 +235,3 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
     every += [one for update in updates for one in (update.gradient, update.before, update.after)]
     for record, name in itertools.product(every, others):
         record.pop(name, None)
-
-
-def takes_model(make_step: Callable[..., Any], name: str) -> None:
-    """Raise InputError if ``make_step`` cannot be called with the module alone."""
-    try:
-        parameters = inspect.signature(make_step).parameters.values()
-    except (TypeError, ValueError):
-        return
-    required = [p for p in parameters if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    if len(required) > 1 or any(p.kind is p.KEYWORD_ONLY for p in required) or not list(parameters):
-        call = f"{name}({', '.join(p.name for p in parameters)})"
-        raise InputError(f"{call}: is called with the model alone; give the other arguments defaults, and return step(x, y)")

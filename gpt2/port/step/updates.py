@@ -26,8 +26,6 @@ FORMULAS = (
     ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
     ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
     ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
-    ("correction", "first", "bias-correction-missing", "only the first moment is divided by 1 - beta**t"),
-    ("correction", "second", "bias-correction-missing", "only the second is divided by 1 - beta**t"),
     ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
     ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
 )
@@ -231,7 +229,7 @@ class UpdateJudge:
         if shifted:
             self._add("schedule-step", f"the rate of each step is that of the one {shifted[0]}: {_listed(rates)}")
         elif bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
-            self._add("rate-wrong", said)
+            self._add("rate-wrong", said, fix=f"lr={expected[0]:g}, in all groups" if spread(expected) <= CLOSE else "")
         else:
             late = any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in (after, before))
             for id in ("rate-wrong", "schedule-step") if late else ("schedule-wrong",):
@@ -277,7 +275,8 @@ class UpdateJudge:
                 )
                 return
         if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):
-            self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
+            fix = f"weight_decay={wanted:g}, for these parameters"
+            self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names, fix)
 
 
 def _listed(rates: Array) -> str:
