@@ -95,7 +95,7 @@ def decoded(data: bytes, path: str | os.PathLike[str]) -> str:
 
 
 def not_utf8(path: str | os.PathLike[str], error: UnicodeDecodeError) -> InputError:
-    bad = f"byte 0x{error.object[error.start]:02x}"
+    bad = f"byte 0x{error.object[error.start]:02x} at position {error.start}"
     return InputError(f"{path}: not UTF-8 ({bad}); convert it, e.g. iconv -t UTF-8, or fetch it again if it is damaged")
 
 

@@ -72,8 +72,8 @@ class Outcome:
 
     @property
     def errors(self) -> tuple[float, ...]:
-        """Absolute differences from the published numbers; empty for a greedy continuation."""
-        if isinstance(self.ours, str) or not self.record.tolerance:
+        """Absolute differences from the published numbers; empty for a greedy continuation, and where nothing was computed."""
+        if isinstance(self.ours, str) or not self.record.tolerance or self.not_computed:
             return ()
         return tuple(abs(ours - recorded) for ours, recorded in zip(self.ours, self.record.values, strict=True))
 

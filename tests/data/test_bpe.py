@@ -310,7 +310,7 @@ LAST = "".join(SMALL.merges[-1])
         ('{"a": ' + "1" * 5000 + "}", _merges(), "a number of thousands of digits"),
         (_vocab(), _merges() + "x" * 100_000, r"merge 7 is 'x+\.\.\.x+', not two tokens"),
         (_vocab(), _merges(lambda m: [*m, ("x" * 100_000, "a")]), r"cannot read it .'Error.*[.][.][.]x+` out of vocabulary"),
-        (b"\xff\xfe", _merges(), r"vocab\.json: not UTF-8 \(byte 0xff\)"),
+        (b"\xff\xfe", _merges(), r"vocab\.json: not UTF-8 \(byte 0xff at position 0\)"),
         (_vocab(a=1.5), _merges(), "the id of 'a' is no number of its own"),
         (_vocab(a=-1), _merges(), "tokenizers library cannot read it"),
         ("{}", _merges(), "out of vocabulary"),

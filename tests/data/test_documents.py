@@ -115,7 +115,7 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.jsonl", '{"text": "x"}\n{"text": ', {}, "a.jsonl:2: not JSON (Expecting value at column 10)"),
         ("a.jsonl", "[" * 100_000, {}, "a.jsonl:1: not JSON (too deep or too long)"),
         ("a.jsonl", '["text"]', {}, "a.jsonl:1: ['text'] is not an object"),
-        ("a.jsonl", b'{"text": "\xff"}', {}, "not UTF-8 (byte 0xff)"),
+        ("a.jsonl", b'{"text": "\xff"}', {}, "not UTF-8 (byte 0xff at position"),
         ("a.csv", "text\nx\ny,z\n", {}, "a.csv:3: more values than the 1 fields"),
         ("a.csv", 'text\n"x', {}, "a.csv:2: not CSV"),
         ("a.csv", "text,q\nx", {"prompt": "q"}, "a.csv:2: the field 'q' is not text: None"),
