@@ -249,7 +249,7 @@ class UpdateJudge:
             on = ", ".join(WORDS[role] for role, names in decaying.items() if names)
             self._read_off(f"a weight decay of {median(some):.4g}, on {on}" if some else "no weight decay")
             return
-        if small := [*decaying["norm"], *decaying["bias"]]:
+        if small := [name for name in values if values[name] and moves.roles[name] in ("norm", "bias")]:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
         large = [name for name in values if moves.roles[name] in LARGE]
