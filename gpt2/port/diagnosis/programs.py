@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import tempfile
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,12 +15,14 @@ import torch
 from gpt2.checkpoint.checkpoint import open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
 from gpt2.errors import InputError, printable
-from gpt2.measure.dumps import SUFFIXES, read
-from gpt2.measure.metrics import Progress, silent
+from gpt2.measure.dumps import SUFFIXES, Dump, read
+from gpt2.measure.metrics import Progress, relative_error, silent
 from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import exact_weights, examine
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.report import Diagnosis
 
+RANDOM = 1e-2  # relative error between two runs that no order of sums explains
 TOKENS = 16  # of the one row that the program runs
 GIVEN = {"ids": "ids.npy", "text": "ids.txt", "out": "out", "model": "model"}  # what a placeholder stands for, in our folder
 WAYS = "{out}.npz, {out}.safetensors, or a directory {out} of .npy files"
@@ -35,6 +38,8 @@ def diagnose_program(
     progress: Progress = silent,
 ) -> Diagnosis:
     """Run CMD in the current folder, and diagnose the dump that it wrote; the ids that it was given count if the dump has none.
+
+    Where it is not equal, the program runs once more, which shows whether it draws random numbers.
 
     CMD is split into words as a POSIX shell would; no shell runs. Raises InputError: CMD cannot be split or started, fails, does
     not end in ``timeout`` seconds, or writes no dump.
@@ -56,17 +61,32 @@ def diagnose_program(
             write_official(right.float(), folder / GIVEN["model"])
         for placeholder, file in GIVEN.items():
             words = [word.replace(f"{{{placeholder}}}", str(folder / file)) for word in words]
-        _run(words, timeout)
-        paths = (folder / f"out{suffix}" for suffix in ("", *SUFFIXES))
-        left = next((path for path in paths if path.exists() and (path.suffix or path.is_dir())), None)
-        if left is None:
-            raise InputError(f"--run: {words[0]}: ended with 0, and wrote nothing at {{out}}; write {WAYS}")
-        try:
-            dump = replace(read(left, config, ids), source=command)
-        except InputError as error:  # the file is gone before the message is read
-            raise InputError(f"--run: {str(error).replace(str(folder / 'out'), '{out}')}") from None
-    found = examine(dump, config, exact_weights(right), progress)
-    return replace(found, checkpoint=model)
+
+        def written() -> Dump:
+            _run(words, timeout)
+            paths = (folder / f"out{suffix}" for suffix in ("", *SUFFIXES))
+            left = next((path for path in paths if path.exists() and (path.suffix or path.is_dir())), None)
+            if left is None:
+                raise InputError(f"--run: {words[0]}: ended with 0, and wrote nothing at {{out}}; write {WAYS}")
+            try:
+                return replace(read(left, config, ids), source=command)
+            except InputError as error:  # the file is gone before the message is read
+                raise InputError(f"--run: {str(error).replace(str(folder / 'out'), '{out}')}") from None
+
+        dump = written()
+        found = replace(examine(dump, config, exact_weights(right), progress), checkpoint=model)
+        if found.ok:
+            return found
+        progress("running it again")
+        with suppress(InputError):  # what it did once is diagnosed
+            again = written().arrays
+            pairs = [(again[name], array) for name, array in dump.arrays.items() if name in again]
+            apart = max((relative_error(new, old) for new, old in pairs if new.shape == old.shape), default=0.0)
+            if apart > RANDOM:  # other causes were read off random numbers
+                seen = "two runs with the same ids write other numbers, as with dropout when nobody called eval()"
+                cause = replace(Cause.at("not-deterministic", "logits", seen), evidence=f"they differ by {apart:.2g}")
+                return replace(found, verdict="mismatch", causes=(cause,))
+    return found
 
 
 def _run(words: list[str], timeout: float) -> None:
