@@ -23,7 +23,7 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 
 RIGHT = "fused"
 RIGHT_SAMPLE = (
-    *("groups, kqv", "written over lists", "shifts by itself, over one more token", "functional_call", "no clipping"),
+    *("groups, mha", "shifts by itself, over one more token", "no clipping"),
     *("losses of two parts summed, one backward pass", "autocast with GradScaler", "update within the backward pass"),
     *("tied by hand: gradients added, values copied", "a module that returns the loss alone", "warm-up, then cosine"),
 )
@@ -75,7 +75,7 @@ def halves(model, x, y):
 def test_a_bias_without_effect_need_not_move():
     """Bug: the gradient of a key's bias is rounding, so SGD does not move it; it was called missing from the optimizer."""
     make_step = stepping(mean, lambda ps: torch.optim.SGD(ps, lr=1e-3))
-    said = gpt2.diagnose_step(module_of("vmapped"), make_step, our_model())
+    said = gpt2.diagnose_step(module_of("heads"), make_step, our_model())
     assert "parameter-missing" not in [cause.id for cause in said.causes], said.table()
 
 

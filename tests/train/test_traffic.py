@@ -1,24 +1,22 @@
-"""What a job's ranks send each other in a step, counted in a trace, against the arithmetic of the plan."""
+"""What a job's ranks send each other in a step, counted in a trace, against arithmetic."""
 
 import contextlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from support.ranks import job
 
-from gpt2.config import OFFICIAL_SIZES, GPT2Config
+from gpt2.config import GPT2Config
 from gpt2.model import GPT2
 from gpt2.optim import adamw
 from gpt2.train import loop, parallel
-from gpt2.train.cost import FLOAT, kept_per_token, operations
+from gpt2.train.cost import FLOAT
 from gpt2.train.feed import Feed
 from gpt2.train.loss import Scored
 from gpt2.train.recipe import Recipe
 
 CONFIG = GPT2Config(64, 16, 32, 3, 2, bos_token_id=None, eos_token_id=None)
-README = Path(parallel.__file__).with_name("README.md").read_text(encoding="utf-8")
 
 
 def traffic(config: GPT2Config, ranks: int, parallel: str, parts: int = 1) -> float:
@@ -77,34 +75,3 @@ def test_fsdp_scatters_gradients_once_and_gathers_weights_for_every_part() -> No
     found = job(2, Traced("fsdp", 2))[0]
     assert [name for name, _ in found].count("all_reduce") == CONFIG.n_layer + 1
     assert sent(found) == traffic(CONFIG, 2, "fsdp", 2)
-
-
-@pytest.mark.parametrize("name", OFFICIAL_SIZES)
-def test_the_plan_of_the_readme_is_the_arithmetic(name: str) -> None:
-    """A table that is typed by hand is wrong after the next change."""
-    assert plan_row(name) in README
-
-
-def plan_row(name: str) -> str:
-    config = OFFICIAL_SIZES[name]
-    state = 16 * config.num_parameters() / 1e9
-    kept = (
-        kept_per_token(config, Recipe(precision="bf16", checkpointing=again, dropout=0.0)) * 8192 / 1e9 for again in (False, True)
-    )
-    figures = [state, state / 8, state / 64, *kept, traffic(config, 8, "ddp") / 1e9, traffic(config, 64, "ddp") / 1e9]
-    return f"| {name} | {' | '.join(f'{figure:.2f}' for figure in [*figures, traffic(config, 64, 'fsdp') / 1e9])} |"
-
-
-def test_the_figures_beside_the_plan_are_the_arithmetic() -> None:
-    """Figures in a sentence grow old as those of a table do."""
-    tokens = [traffic(c, 64, "ddp") / 3e9 * 100e12 / operations(c, 1024) for c in OFFICIAL_SIZES.values()]
-    assert "as long as 41,000 tokens on each" in README
-    assert all(abs(count / 41_000 - 1) < 0.02 for count in tokens)
-    gathered = [f"{2 * gathered_bytes(OFFICIAL_SIZES[name]) / 1e9:.2f}" for name in ("gpt2", "gpt2-xl")]
-    assert f"{gathered[0]} GB for gpt2 and {gathered[1]} GB for gpt2-xl" in README
-
-
-def gathered_bytes(config: GPT2Config) -> int:
-    """The embeddings and the last norm, and two blocks: the one that computes and the next."""
-    outside = (config.vocab_size + config.n_positions + 2) * config.n_embd
-    return 4 * (outside + 2 * (config.num_parameters() - outside) // config.n_layer)

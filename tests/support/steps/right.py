@@ -111,7 +111,7 @@ def with_loss(loss_of):
     return lambda s: plain(s, losses=losses)
 
 
-for _kind in ("ours", "nano", "mha", "encoder_layer", "kqv"):
+for _kind in ("ours", "nano", "mha", "encoder_layer"):
     right(f"groups, {_kind}", _kind)(plain)
 right("fused", "nano")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
 right("no clipping", "nano", clip=0.0)(plain)

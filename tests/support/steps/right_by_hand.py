@@ -1,4 +1,4 @@
-"""Right training steps whose optimizer, gradients or ties are written by hand, and adapters of two training libraries."""
+"""Right training steps whose update or loss is taken in an unusual place."""
 
 from __future__ import annotations
 
@@ -6,34 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from support.steps.right import adamw, groups, loss_of, plain, right
-
-
-@right("written over lists", "mha")
-def over_lists(s):
-    def make_step(model):
-        ps = list(model.train().parameters())
-        ms, vs = [torch.zeros_like(p) for p in ps], [torch.zeros_like(p) for p in ps]
-        count = [0]
-
-        def step(x, y):
-            loss = loss_of(model, x, y)
-            grads = torch.autograd.grad(loss, ps)
-            norm = torch.linalg.vector_norm(torch.stack([g.norm() for g in grads]))
-            grads = [g * min(1.0, s.clip / (float(norm) + 1e-6)) for g in grads]
-            count[0] += 1
-            with torch.no_grad():
-                torch._foreach_lerp_(ms, grads, 1 - s.beta1)
-                torch._foreach_mul_(vs, s.beta2)
-                torch._foreach_addcmul_(vs, grads, grads, 1 - s.beta2)
-                for p, m, v in zip(ps, ms, vs, strict=True):
-                    ratio = m / (1 - s.beta1 ** count[0]) / ((v / (1 - s.beta2 ** count[0])) ** 0.5 + 1e-8)
-                    p.copy_(p * (1 - s.lr * (s.weight_decay if p.ndim > 1 else 0)) - s.lr * ratio)
-            return loss.item()
-
-        return step
-
-    return make_step
+from support.steps.right import groups, loss_of, plain, right
 
 
 @right("tied by hand: gradients added, values copied", "nano")
@@ -100,22 +73,3 @@ def loss_alone(s):
             yield model(ids, targets)[1] / s.grad_accum
 
     return plain(s, losses=losses, prepare=prepare)
-
-
-@right("functional_call")
-def functional(s):
-    def make_step(model):
-        own, optimizer = dict(model.train().named_parameters()), adamw(model, s)
-
-        def step(x, y):
-            found = torch.func.functional_call(model, own, (x,))
-            loss = F.cross_entropy(found.flatten(0, 1), y.flatten())
-            for p, g in zip(own.values(), torch.autograd.grad(loss, list(own.values())), strict=True):
-                p.grad = g
-            nn.utils.clip_grad_norm_(own.values(), s.clip)
-            optimizer.step()
-            return loss.detach()
-
-        return step
-
-    return make_step
