@@ -141,6 +141,12 @@ def biases(model: Model) -> Iterator[Alternative]:
         part: normed(part, lambda c, x, part: c.norm(x, part) - c.numbers(part)[1]) for part in ("ln_1", "ln_2")
     }
     yield Alternative("missing-bias", "neither linear layers nor norms have a bias", {**norms, **linear}, "")
+    other = {"attn.c_proj": "mlp.c_proj", "mlp.c_proj": "attn.c_proj"}
+    lent: Change = lambda c, module: (held(c, module)[0], held(c, other[module])[1])  # noqa: E731
+    for one in other:
+        yield Alternative("wrong-tensor", f"{one}.bias holds the checkpoint's {other[one]}.bias", read(lent, one), one)
+    words = "the biases of the two c_proj have changed places"
+    yield Alternative("wrong-tensor", words, read(lent, *other), "attn.c_proj")
     words = "the second layer's bias is the beginning of the first one's"
     begin: Change = lambda c, module: (held(c, module)[0], c["mlp.c_fc.bias"][: c.config.n_embd])  # noqa: E731
     yield Alternative("wrong-tensor", words, read(begin, "mlp.c_proj"), "mlp.c_proj.bias")

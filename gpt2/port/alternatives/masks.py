@@ -19,6 +19,11 @@ from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 from gpt2.port.terms.causes import MASKED
 
 Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
+# Axes that exponentials are summed over together, and over which the largest is taken off.
+TOGETHER = (
+    ((-2,), (-1,), "the queries (dim=-2), not over the keys; each query's largest is taken off before"),
+    ((-2, -1), (-2, -1), "the queries and keys of a head together (dim=(-2, -1)), not over the keys of each query"),
+)
 MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
 CAUSAL: Mask = lambda t, j, a, e: j <= t  # noqa: E731
 MASKS: dict[str, tuple[str, Mask]] = {
@@ -145,6 +150,8 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
             yield _weighed("softmax-axis", words + how, partial(_softmax, mask, fill, axis), *also, sees=sees, rare=bool(id))
     words = "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it"
     yield _weighed("softmax-axis", words, lambda c, s: s["attn.scores"].softmax(-2) * _causal(c, s))
+    for axes, largest, over in TOGETHER:
+        yield _weighed("softmax-axis", f"the softmax runs over {over}", partial(_over, axes, largest))
     words = "the mask is added to the scores as zeros and ones, which hides nothing"
     yield _weighed("mask-missing", words, lambda c, s: (s["attn.scores"] + _causal(c, s)).softmax(-1))
     none = "scores weigh the values as they are, without a softmax"
@@ -158,6 +165,17 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
 
 def _causal(c: Site, s: State) -> Tensor:
     return c.visible(s["attn.scores"].shape[-1])
+
+
+def _hidden(c: Site, s: State) -> Tensor:
+    return s["attn.scores"].masked_fill(~_causal(c, s), -math.inf)
+
+
+def _over(summed: tuple[int, ...], compared: tuple[int, ...], c: Site, s: State) -> Tensor:
+    """Return exponentials divided by their sum over some axes, from scores less their largest over others."""
+    scores = _hidden(c, s)
+    some = (scores - scores.amax(compared, keepdim=True)).exp()
+    return some / some.sum(summed, keepdim=True)
 
 
 @family
