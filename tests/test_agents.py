@@ -70,7 +70,7 @@ def test_the_keys_are_those_of_the_output(
         if name in commands:
             check(name, command, capsys)
     assert main(["train", "--list", "--json", "-"]) == 0
-    assert json.loads(capsys.readouterr().out)["json_version"] == 3
+    assert json.loads(capsys.readouterr().out)["json_version"] == 4
 
 
 @pytest.mark.slow
@@ -83,7 +83,7 @@ def test_the_keys_of_a_judged_device(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def check(name: str, command: str, capsys: pytest.CaptureFixture) -> None:
     assert main([*shlex.split(command), "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
-    assert body.pop("json_version") == 3, command
+    assert body.pop("json_version") == 4, command
     assert sorted(body) == listed()[name], command
 
 

@@ -16,7 +16,7 @@ from gpt2.errors import InputError, printable, user_path
 from gpt2.options import argument, offline_option, option, revision_option
 
 S = TypeVar("S", bound=Any)
-JSON_VERSION = 3  # rises when a key is removed or changes its meaning (AGENTS.md)
+JSON_VERSION = 4  # rises when a key is removed or changes its meaning (AGENTS.md)
 
 
 def set_option(own: str = "") -> Any:

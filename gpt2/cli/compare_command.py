@@ -46,7 +46,7 @@ exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad inp
 measured between these models, or a file is not whole"""
 UNUSED = {  # of a mode, the options that have no effect in it
     "--attention": ("on", "tokens", "threshold", "seed", "blame", "fail_if", "save", "cases"),
-    "--noise": ("b", "attention", "blame", "fail_if", "save", "cases", "threshold", "device"),
+    "--noise": ("b", "attention", "blame", "fail_if", "save", "cases", "threshold", "device", "set"),
     "--save and one model": ("fail_if", "html", "json", "blame", "cases", "threshold"),
 }
 A = "a model, a port, trace:FILE or an engine's file; hf/ is transformers', a suffix such as :bf16 the dtype"

@@ -117,7 +117,7 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
     Numbers are text; a list of expected texts are several that are right. Raises InputError: no such file, another kind of file,
     a field that is missing, empty, or neither text nor number.
     """
-    path, fields = (table, None) if isinstance(table, str) else (table.path, table.fields)
+    path, fields = (table.path, table.fields) if isinstance(table, CaseTable) else (str(table), None)
     place = user_path(path)
     file, known = place / HELD_OUT if place.is_dir() else place, [fields] if fields else [*FIELDS, LABELLED]
     wanted = ", or ".join(" and ".join(each) for each in known)
@@ -162,7 +162,7 @@ def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
     rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))
     gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
-    path, right = table if isinstance(table, str) else table.path, (a.accuracy, b.accuracy)
+    path, right = table.path if isinstance(table, CaseTable) else str(table), (a.accuracy, b.accuracy)
     return Cases(path, rows, *right, gain.accuracy, likelier.ratio, contains_a, contains_b)
 
 

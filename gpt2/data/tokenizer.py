@@ -73,7 +73,7 @@ class Tokenizer(ABC):
         texts = [text] if isinstance(text, str) else text
         if return_tensors not in (None, "pt"):
             raise InputError(f"return_tensors is {return_tensors!r}; give 'pt', or leave it out for lists")
-        if not all(isinstance(each, str) for each in texts):
+        if not isinstance(texts, list | tuple) or not all(isinstance(each, str) for each in texts):
             raise InputError("a tokenizer encodes a text or a list of texts; to turn ids into text, use decode")
         rows = [self.encode_prompt(each, special=special) for each in texts]
         if return_tensors is None:

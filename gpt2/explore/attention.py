@@ -21,7 +21,7 @@ def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:
 
 
 def compare_attention(a: str, b: str | None, text: str, *, device: str = "cpu", offline: bool = False) -> AttentionReport:
-    """Compute attention weights of one model or two on ``text``; names as in :func:`~gpt2.comparison.pair.compare`."""
+    """Compute attention weights of one model or two on ``text``; names as in :func:`~gpt2.comparison.run.compare`."""
     sides = [CheckpointSide.open(name, offline=offline, device=device) for name in (a, b) if name is not None]
     tokenizers = text_tokenizers(sides)
     ids = tokenizers[0].encode(text)

@@ -67,7 +67,7 @@ class Explorer:
 
 @contextmanager
 def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterator[Explorer]:
-    """Load one or two models, named as for :func:`gpt2.comparison.pair.compare`, for the time of the ``with`` block."""
+    """Load one or two models, named as for :func:`gpt2.comparison.run.compare`, for the time of the ``with`` block."""
     sides = tuple(CheckpointSide.open(name, offline=offline, device=device) for name in names or (DEFAULT,))
     tokenizers = text_tokenizers(sides)
     env = environment_of(sides)

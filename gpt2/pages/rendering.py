@@ -50,13 +50,13 @@ def number(value: float | None, form: str = "#.3g") -> str:
     return (f"{digits} × {power_of_ten(int(exponent))}" if exponent else digits).replace("-", "−")
 
 
-def percent(value: float | None, digits: int = 1) -> str:
+def percent(value: float | None) -> str:
     """Format a fraction as a percentage; only exactly 0 and 1 become 0 % and 100 %."""
     if value is None or not math.isfinite(value):
         return number(value)
-    text = f"{value:.{digits}%}"
-    if value < 1 and text == f"{1:.{digits}%}":
-        text = f"> {1 - 10 ** (-digits - 2):.{digits}%}"
+    text = f"{value:.1%}"
+    if value < 1 and text == "100.0%":
+        text = "> 99.9%"
     elif value != 0 and float(text[:-1]) == 0:
         text = number(100 * value, ".1e") + "%"
     return text.replace("-", "−").replace("%", " %")

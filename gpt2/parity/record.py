@@ -116,7 +116,7 @@ class RecordReport(Printed):
     def line(self) -> str:
         """``"31 of 31 numbers recorded by 7 other projects"``, and what was not computed, with the reasons."""
         counts, missing = self.to_dict(), [outcome for outcome in self.outcomes if outcome.not_computed]
-        projects = len({outcome.record.source for outcome in self.outcomes if not outcome.not_computed})
+        projects = len({outcome.record.source.project for outcome in self.outcomes if not outcome.not_computed})
         by = f"{projects} other project{'s' * (projects != 1)}"
         line = f"{counts['reproduced']} of {counts['numbers']} numbers recorded by {by}"
         if missing:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast, overload
 import torch
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
+from gpt2.checkpoint.loading import require_intact
 from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import save, sha256
@@ -85,12 +86,15 @@ def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = No
         return verify_device(name, device, **pick(settings, "seed", "revision", "offline", "progress"))
     if not isinstance(name, GPT2):
         return _verified(name, settings)
-    model = name
-    own = settings.build or (lambda _, dtype: copy.deepcopy(model).eval().to(dtype))
+    model, shown = name, name.name or "a model"
+    if settings.record:
+        raise InputError(f"{shown}: --record is of official files, and this is a model in memory; leave it out")
+    own = settings.build or (lambda _, dtype: copy.deepcopy(model).eval().to("cpu", dtype))
     with TemporaryDirectory() as saved:
         save(model, None, saved)
+        require_intact(model, shown)
         found = _verified(saved, replace(settings, build=own, revision=None))
-    return replace(found, model=model.name or "a model")
+    return replace(found, model=shown)
 
 
 def _verified(name: str, settings: VerifySettings) -> Report:

@@ -337,11 +337,12 @@ RIGHT: dict[str, Formula] = {
 }
 
 
-def embedding(c: Site, rows: Tensor | None = None, ids: Tensor | None = None) -> Tensor:
-    """Return token embeddings and rows (t,) of the position table; GPT-2's own if None. ``ids`` (B, t) of other tokens."""
-    ids = c.model.ids[:, c.begin : c.end] if ids is None else ids
+def embedding(c: Site, rows: Tensor | None = None) -> Tensor:
+    """Return token embeddings and rows (t,) of the position table; GPT-2's own if None."""
     table = c.model.state["wpe.weight"]
-    return c.model.state["wte.weight"][ids] + (table[c.begin : c.end] if rows is None else table[rows])
+    return c.model.state["wte.weight"][c.model.ids[:, c.begin : c.end]] + (
+        table[c.begin : c.end] if rows is None else table[rows]
+    )
 
 
 RIGHT |= {

@@ -228,4 +228,5 @@ def test_a_tokenizer_is_called_as_the_field_calls_one() -> None:
     assert both.input_ids.tolist() == [[tokenizer.eot] * missing + ids[0], ids[1]], "padded on the left, as generate takes it"
     assert both.attention_mask.tolist() == [[0] * missing + [1] * len(ids[0]), [1] * len(ids[1])]
     assert "return_tensors is 'tf'" in refusal(tokenizer, "a", return_tensors="tf")
-    assert "to turn ids into text, use decode" in refusal(tokenizer, [1, 2])
+    for odd in ([1, 2], 5, None, {"a": 1}):
+        assert "to turn ids into text, use decode" in refusal(tokenizer, odd)

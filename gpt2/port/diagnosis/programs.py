@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -63,6 +64,8 @@ def diagnose_program(
             words = [word.replace(f"{{{placeholder}}}", str(folder / file)) for word in words]
 
         def written() -> Dump:
+            for old in folder.glob("out*"):  # of the run before
+                shutil.rmtree(old) if old.is_dir() else old.unlink()
             _run(words, timeout)
             paths = (folder / f"out{suffix}" for suffix in ("", *SUFFIXES))
             left = next((path for path in paths if path.exists() and (path.suffix or path.is_dir())), None)
