@@ -390,3 +390,10 @@ def named(one: Alternative, calls: Calls, level: str) -> None:
 def test_a_mutant_of_our_model_is_named(count: int, seed: int, number: int) -> None:
     """Every line of the table must be found by the search, in any schedule and from few values."""
     named(*drawn(count, seed)[number])
+
+
+def test_factors_of_the_scores_that_agree_in_the_last_block_are_two() -> None:
+    """One by the layer's number was left out as one by the width: here both are 1/4 in the last of two blocks."""
+    config = GPT2Config(n_positions=4, n_embd=16, n_layer=2, n_head=4, **SIZES)
+    own = Model(GPT2(config).state_dict(), config, torch.tensor([[1, 2]]))
+    assert "scale-inverse-layer" in {one.id for one in table(own)}

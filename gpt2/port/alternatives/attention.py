@@ -84,11 +84,11 @@ def scales(model: Model) -> Iterator[Alternative]:
     config = model.config
     rounded = lambda c, n: float(torch.tensor(right_scale(c, n), dtype=torch.float32))  # noqa: E731
     known = {**_known(config), "the factor of the scores is rounded to float32": ("scale-wrong", rounded)}
-    tried = set[float]()
+    tried = set[tuple[float, ...]]()
     for words, (id, scale) in known.items():
-        if (factor := scale(config, config.n_layer - 1)) in tried:
+        if (factors := tuple(scale(config, layer) for layer in range(config.n_layer))) in tried:
             continue
-        tried.add(factor)
+        tried.add(factors)
         edit = Changed("attn.scores", lambda c, y, scale=scale: y * (scale(config, c.layer) / right_scale(config, c.layer)))
         same = [scale(config, layer) == right_scale(config, layer) for layer in range(config.n_layer)]
         if not all(same):
