@@ -56,6 +56,8 @@ def compare(a: Given = DEFAULT, b: Given = f"hf/{DEFAULT}", *others: Given, **op
         a, b, others: models in memory, each a ``GPT2``; names as for :func:`gpt2.load`, each with an optional ``:dtype`` suffix;
             ``hf/gpt2``, ``trace:FILE``, ``FILE.py:build``, ``llama.cpp/FILE.gguf``, ``ct2/DIR``, ``onnx/FILE_OR_DIR``.
             The folder of a training run stands for all its checkpoints, in the order of steps.
+        dtype: that of a model whose name gives none; default: as stored.
+        progress: called with a few words at each stage.
 
     Raises:
         InputError: no such model or text; threshold, blame, save or cases with more than two models.

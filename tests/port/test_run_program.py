@@ -76,14 +76,11 @@ def test_a_program_that_fails_is_one_line(command: str, words: str, tmp_path: Pa
 
 def test_a_program_that_draws_random_numbers_is_told_as_that(tmp_path: Path, home: FourteenthBed) -> None:
     """Nobody called eval(): a search in one draw of dropout found nothing, and asked for more arrays."""
-    code = "import time; np.savez(out + '.npz', ids=np.load(ids), logits={} @ np.random.default_rng({}).normal(size=(67, 67)))"
-    right = "np.eye(67)[np.load(ids)]"
-    found = diagnose_program(script(tmp_path, code.format(right, "time.time_ns()")), str(home.model), timeout=60)
-    assert [cause.id for cause in found.causes] == ["not-deterministic"]
-    assert "eval()" in found.table()
-    again = diagnose_program(script(tmp_path, code.format(right, 0)), str(home.model), timeout=60)
-    assert "not-deterministic" not in [cause.id for cause in again.causes]
-    assert not again.ok
+    code = "i = np.load(ids); np.savez(out + '.npz', ids=i, logits=np.random.default_rng({}).normal(size=(16, 67)))"
+    found = diagnose_program(script(tmp_path, code.format("")), str(home.model), timeout=60)
+    assert [(cause.id, "eval()" in cause.detail) for cause in found.causes] == [("not-deterministic", True)]
+    again = diagnose_program(script(tmp_path, code.format(0)), str(home.model), timeout=60)
+    assert "not-deterministic" not in again.table()
 
 
 PROGRAMS = (Path(gpt2.__file__).parent / "port" / "PROGRAMS.md").read_text()

@@ -195,7 +195,8 @@ class UpdateJudge:
         settings = self.moves.settings
         betas, given = (rule.beta1, rule.beta2), (settings.beta1, settings.beta2)
         said, eps = f"betas of {betas[0]:.6g} and {betas[1]:.6g}", f"an eps of {rule.eps:.4g}"
-        fix = f"torch.optim.AdamW(groups, lr, betas=({given[0] or 0.9:g}, {given[1] or 0.95:g}), eps=1e-8)"
+        right = [default if beta is None else beta for beta, default in zip(given, (0.9, 0.95), strict=True)]
+        fix = f"torch.optim.AdamW(groups, lr, betas=({right[0]:g}, {right[1]:g}), eps=1e-8)"
         differ = any(b is not None and abs(a - b) > CLOSE * (1 - b) for a, b in zip(betas, given, strict=True))
         swapped = all(b is not None and abs(a - b) <= CLOSE for a, b in zip(betas, reversed(given), strict=True))
         if not rule.lost and (differ or (given == (None, None) and rule.beta1 > rule.beta2)):
