@@ -30,13 +30,13 @@ class Anatomy:
     def __init__(self, recording: Recording) -> None:
         self.recording, self.flow = recording, Flow(recording)
         self.stream = Stream(self.flow)
-        self.width, self.words, self.positions = self.stream.width, self.stream.words, self.stream.positions
+        self.width, self.positions = self.stream.width, self.stream.positions
         reader = Branches(self.flow, self.stream)
         self.attentions, self.feed_forwards, self.adapters = reader.attentions, reader.feed_forwards, reader.adapters
         self.branches: list[Branch] = []
         self.mixed_layers: set[int] = set()
         self.shared_heads: dict[int, dict[str, int]] = {}
-        self.parts: list[ModelPart] = [*self.words, *([] if self.positions is None else [self.positions])]
+        self.parts: list[ModelPart] = [self.stream.words, *([] if self.positions is None else [self.positions])]
         for branches, layers in zip((self.attentions, self.feed_forwards), self._layers(), strict=True):
             for branch, layer in zip(branches, layers, strict=False):
                 branch.layer = layer

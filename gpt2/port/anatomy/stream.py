@@ -22,7 +22,7 @@ class ModelPart:
     The parameter with the id ``row_ids[i] + column_ids[j]`` is the entry at row ``rows[i]`` and column ``columns[j]``; -1 means
     that the tensor has no such row or column. A vector is a single row. ``part`` is the tensor's name without layer and
     ".weight": "wte", "ln_1.bias"; "attn.q", "attn.k", "attn.v" for c_attn; "head" for the output head (the token embedding
-    again). ``skipped``: rows of an embedding's parameter before the first used row.
+    again).
     """
 
     part: str
@@ -31,7 +31,6 @@ class ModelPart:
     row_ids: Tensor  # (N,)
     columns: Tensor  # (M,)
     column_ids: Tensor  # (M,)
-    skipped: int = 0
 
     @property
     def ids(self) -> Tensor:
@@ -46,7 +45,7 @@ def vector(part: str, layer: int | None, ids: Tensor, places: Tensor) -> ModelPa
 
 
 class Stream:
-    """The residual stream: its ``width``, the token embedding ``words`` (perhaps in shards), and ``positions`` or None.
+    """The residual stream: its ``width``, the token embedding ``words``, and ``positions`` or None.
 
     ``biases``: a table of :class:`Flow` with the parameter added to each projection result. ``late_biases``: by projection, the
     parameters added to the stream right after it, and their coordinates. Coordinates are those of the token embedding.
@@ -54,7 +53,6 @@ class Stream:
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.recording = flow, flow.recording
-        self.words: list[ModelPart] = []
         self.positions: ModelPart | None = None
         self.biases = flow.blank()
         self.late_biases: dict[int, tuple[Tensor, Tensor]] = {}
@@ -64,7 +62,7 @@ class Stream:
 
     @property
     def vocabulary(self) -> int:
-        return max(int(table.rows[-1]) + 1 for table in self.words)
+        return len(self.words.rows)
 
     def coordinates(self, ids: Tensor) -> Tensor:
         """Return elements' stream coordinates, else -1; a projection of full width with no residual begins a new stream."""
@@ -77,7 +75,6 @@ class Stream:
 
     def _read_tables(self) -> None:
         """Find the tables that are indexed by token ids or by positions."""
-        tokens: list[int] = self.recording.ids.flatten().tolist()
         read: dict[str, dict[int, Tensor]] = {}  # by parameter and place: the entries read
         rows: dict[str, dict[int, int]] = {}  # and their rows
         lookups: dict[str, list[int]] = {}
@@ -88,24 +85,23 @@ class Stream:
                 lookups.setdefault(name, []).append(number)
                 read[name] = self.flow.by_place(number, entries) | read.get(name, {})
                 rows[name] = {p: int(x[0]) for p, x in self.flow.by_place(number, node.index).items()} | rows.get(name, {})
-        begins = {name: _begin([by_place.get(place) for place in range(len(tokens))], tokens) for name, by_place in rows.items()}
-        words = {name: begin for name, begin in begins.items() if begin is not None}
-        self.width = max((len(read[name][self.flow.here]) for name in words), default=0)
-        words = {name: begin for name, begin in words.items() if len(read[name][self.flow.here]) == self.width}
+        tokens = dict(enumerate(self.recording.ids.flatten().tolist()))
+        words = [name for name, by_place in rows.items() if by_place == tokens]
         if not words:
             raise NotGPT2("nothing in its forward looks up a table of parameters by the token ids")
-        self._starts = {number for name in words for number in lookups[name]}
-        self._start = next(results for number in sorted(self._starts) if len(results := self.flow.results(number)))
+        name = max(words, key=lambda name: len(read[name][self.flow.here]))
+        self.width = len(read[name][self.flow.here])
+        self._starts = set(lookups[name])
+        self._start = next(results for number in lookups[name] if len(results := self.flow.results(number)))
         self.flow.put(self._coordinates, self.flow.root(self._start), torch.arange(self.width))
-        for name, begin in words.items():
-            if (table := self._table("wte", read[name], rows[name], begin)) is None:
-                raise NotGPT2(f"its token embedding ({name}) is not a table with a row for each token")
-            self.words.append(table)
+        if (table := self._table("wte", read[name], rows[name])) is None:
+            raise NotGPT2(f"its token embedding ({name}) is not a table with a row for each token")
+        self.words = table
         for name in [name for name in rows if name not in words]:
             if self.positions is None and len(set(rows[name].values())) == self.recording.ids.size(1):
                 self.positions = self._table("wpe", read[name], rows[name])
 
-    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int], begin: int = 0) -> ModelPart | None:
+    def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int]) -> ModelPart | None:
         """Return the table that rows ``read`` (D,) form, by place, or None: ids in a table rise evenly with the row."""
         places = self.coordinates(self._start)
         if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2:
@@ -118,10 +114,10 @@ class Stream:
         region = self.recording.source(int(read[low][0])).region
         axes = [axis for axis, n in enumerate(region.shape) if n > 1 and region.strides[axis] == stride]
         size = region.shape[axes[0]] if axes else rows[high] + 1
-        before = int(first.min() - region.start) // stride % size if axes else 0
-        number = torch.arange(max(0, -begin), size - before)
-        columns, ids = torch.arange(self.width), torch.empty_like(first).index_copy_(0, places, first)
-        return ModelPart(part, None, number + begin, number * stride, columns, ids, before + max(0, -begin))
+        before = int(first.min() - region.start) // stride % size if axes else 0  # rows of the parameter before the table's first
+        number = torch.arange(size - before)
+        ids = torch.empty_like(first).index_copy_(0, places, first)
+        return ModelPart(part, None, number, number * stride, torch.arange(self.width), ids)
 
     def _read_additions(self) -> None:
         """Find biases, and positions that are added without a lookup: these differ from place to place."""
@@ -151,9 +147,3 @@ class Stream:
             self.flow.put(self.biases, origins[free], ids[free])
         elif touch.before is StreamState.SUMMED and self.flow.newest[number] not in self.late_biases:
             self.late_biases[self.flow.newest[number]] = ids, self.coordinates(results)
-
-
-def _begin(rows: list[int | None], tokens: list[int]) -> int | None:
-    """Return the token id of a table's row 0; None if token ids do not index it. Tokens of another shard read row 0."""
-    distances = {token - row for token, row in zip(tokens, rows, strict=True) if row}
-    return distances.pop() if len(distances) == 1 and None not in rows else None

@@ -103,7 +103,7 @@ def _anatomy(module: nn.Module, name: str) -> Anatomy:
             failure = failure or error
         else:
             stream = Stream(Flow(first))
-            vocabulary = max(stream.vocabulary, first.output.size(-1))  # small ids show one shard of a table, and the whole head
+            vocabulary = max(stream.vocabulary, first.output.size(-1))
             context = context if stream.positions is None else len(stream.positions.rows)
             return Anatomy(record_probe(module, GPT2Config(vocabulary, context), name))
     assert failure is not None

@@ -97,9 +97,6 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
     for norm in anatomy.extra_norms:
         names = {anatomy.recording.name(int(ids[0])) for ids in (norm.scale, norm.shift) if ids is not None}
         yield cause("extra-norm", "a norm that GPT-2 does not have", *(Place(None, name) for name in sorted(names)))
-    if anatomy.positions is not None and mapping.skips_positions:
-        words = f"your positions begin at row {anatomy.positions.skipped} of their table, the checkpoint's at 0"
-        yield cause("position-offset", words, Place(None, "wpe"))
     if anatomy.positions is None and not any(part.part == "wpe" for part, _ in mapping.in_buffers):
         yield cause("position-missing", "your module has no learned positions", Place(None, "wpe"))
     if not anatomy.final_norm:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
-from collections.abc import Iterator
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -21,20 +20,18 @@ from gpt2.port.terms.places import Place
 
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
 TABLES = ("wte", "wpe")
+AT_ONCE = 1 << 22  # entries that are placed at a time, to save memory
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
 
-class Rectangle(NamedTuple):
-    """For (i, j) below ``shape``, ``start + i*strides[0] + j*strides[1]`` takes the entry ``entry + i*steps[0] + j*steps[1]``.
+class Grid(NamedTuple):
+    """The place with the id ``row_ids[i] + column_ids[j]`` takes the entry ``rows[i] + columns[j]``, KEEP or ZERO among them."""
 
-    If ``entry`` is KEEP or ZERO, that holds for all places.
-    """
-
-    start: int
-    strides: tuple[int, int]
-    entry: int
-    steps: tuple[int, int]
-    shape: tuple[int, int]
+    row_ids: Tensor
+    column_ids: Tensor
+    rows: Tensor
+    columns: Tensor
+    part: ModelPart
 
 
 class Conflict(NamedTuple):
@@ -64,7 +61,7 @@ class WeightMap:
         self.conflicts: list[Conflict] = []
         self.misfits: list[ModelPart] = []
         self._storages = sorted({source.storage for source in anatomy.recording.sources})
-        self._rectangles: dict[int, list[tuple[Rectangle, ModelPart]]] = {storage: [] for storage in self._storages}
+        self._grids: dict[int, list[Grid]] = {storage: [] for storage in self._storages}
         holders = {source.storage: source for source in anatomy.recording.sources if not source.is_parameter}
         holders |= {source.storage: source for source in anatomy.recording.sources if source.is_parameter}
         places = [(part, holders[self._storage(int(part.ids[0]))]) for part in anatomy.parts]
@@ -72,11 +69,10 @@ class WeightMap:
         self.in_buffers = [(part, holder.name) for part, holder in places if not (self.fills_buffers or holder.is_parameter)]
         parts = [part for part, holder in places if self.fills_buffers or holder.is_parameter]
         for part in sorted(parts, key=lambda part: part.part in TABLES):  # tables last: they set the remaining places to zero
-            if not self._fits(part):
+            if self._fits(part):
+                self._add(part)
+            else:
                 self.misfits.append(part)
-                continue
-            for rectangle in self._cut(part):
-                self._rectangles[self._storage(rectangle.start)].append((rectangle, part))
 
     def _storage(self, id: int) -> int:
         return self._storages[bisect.bisect_right(self._storages, id) - 1]
@@ -130,33 +126,22 @@ class WeightMap:
         rest = [storage for storage in self._storages if storage > source.storage]
         size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
         filled = torch.full((size,), KEEP, dtype=self.dtype)
-        for r, _ in self._rectangles[source.storage]:
-            view = filled.as_strided(r.shape, r.strides, r.start - source.storage)
-            rows, columns = (torch.arange(n, dtype=self.dtype) * step for n, step in zip(r.shape, r.steps, strict=True))
-            if int(view.max()) == KEEP:
-                torch.add(rows[:, None] + r.entry, columns, out=view)
-                continue
-            entries = rows[:, None] + r.entry + columns
-            differ = (view >= 0) & (entries >= 0) & (view != entries)  # another part has filled them
-            if bool(differ.any()):
-                self.conflicts.append(Conflict(source.name, view[differ], entries[differ]))
-            view.copy_(torch.where((view >= 0) | ((view == ZERO) & (entries == KEEP)), view, entries))
+        for grid in self._grids[source.storage]:
+            columns = grid.columns.to(self.dtype)
+            for some in torch.arange(len(grid.rows)).split(max(1, AT_ONCE // max(1, len(columns)))):
+                places = grid.row_ids[some, None] + (grid.column_ids - source.storage)
+                before, entries = filled[places], grid.rows[some, None].to(self.dtype) + columns
+                differ = (before >= 0) & (entries >= 0) & (before != entries)  # another part has filled them
+                if bool(differ.any()):
+                    self.conflicts.append(Conflict(source.name, before[differ], entries[differ]))
+                filled[places] = torch.where((before >= 0) | ((before == ZERO) & (entries == KEEP)), before, entries)
         region = source.region
         return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
     def parts(self, source: Source) -> list[ModelPart]:
-        region = source.region
-        parts = [part for r, part in self._rectangles[source.storage] if region.start <= r.start <= region.last]
+        region, grids = source.region, self._grids[source.storage]
+        parts = [grid.part for grid in grids if region.start <= int(grid.row_ids[0] + grid.column_ids[0]) <= region.last]
         return list({id(part): part for part in parts}.values())
-
-    @property
-    def skips_positions(self) -> bool:
-        """Whether the port reads positions from a later row of a table without spare rows: a mistake."""
-        table = self.anatomy.positions
-        if table is None or not table.skipped or len(table.rows) >= self.config.n_positions:
-            return False
-        name = self.anatomy.recording.name
-        return name(int(table.ids[0])) not in {name(int(words.ids[0])) for words in self.anatomy.words}
 
     def _size(self, part: ModelPart) -> tuple[int, int]:
         """Return the checkpoint's number of rows and columns of a part; a vector is one row."""
@@ -173,39 +158,31 @@ class WeightMap:
         has_columns = bool((part.columns < width).all()) and (part.part == "head" or bool((part.columns >= 0).all()))
         return has_columns and (part.part in (*TABLES, "head") or bool((part.rows < height).all()))
 
-    def _cut(self, part: ModelPart) -> Iterator[Rectangle]:
-        """Yield a part as rectangles; zero rows that the checkpoint lacks (not positions), a head's bias, and a second bias."""
-        name, rows, row_ids = self.target(part), part.rows, part.row_ids
-        if part is self.anatomy.positions and self.skips_positions:
-            rows = torch.arange(len(rows) + part.skipped)
-            row_ids = (rows - part.skipped) * (row_ids[1] - row_ids[0])
+    def _add(self, part: ModelPart) -> None:
+        """Place a part; zero rows that the checkpoint lacks (not positions), a head's bias, and a second bias."""
+        name, rows, known = self.target(part), part.rows, part.columns >= 0
         again = part.part.endswith(("c_proj.bias", "c_fc.bias")) and bool(self.placed[name][part.columns].all())
         height, width = (0, 0) if again else self._size(part)
-        first = self.starts.get(name, 0)
-        step, start = width, first
-        if share := SHARE.match(part.part):
-            step, start = 3 * width, first + "qkv".index(share[1]) * width
-        inside, known, beyond = (rows >= 0) & (rows < height), part.columns >= 0, rows >= height
-        in_tensor, outside = _runs(row_ids[inside], rows[inside] * step), _runs(row_ids[beyond], 0 * rows[beyond])
-        for column_id, column, m, b, d in _runs(part.column_ids[known], part.columns[known]):
-            for row_id, row, n, a, c in in_tensor:
-                yield (r := Rectangle(row_id + column_id, (a, b), start + row + column, (c, d), (n, m)))
-                self.placed[name].as_strided(r.shape, r.steps, r.entry - first).fill_(True)
-            for row_id, _, n, a, _ in outside:
-                yield Rectangle(row_id + column_id, (a, b), KEEP if part.part == "wpe" else ZERO, (0, 0), (n, m))
+        share = SHARE.match(part.part)
+        step, first = (3 * width, "qkv".index(share[1]) * width) if share else (width, 0)
+        inside, beyond = (rows >= 0) & (rows < height), rows >= height
+        columns = part.columns[known]
+        entries = rows[inside] * step + first + self.starts.get(name, 0)
+        rest = torch.full((int(beyond.sum()),), KEEP if part.part == "wpe" else ZERO)
+        for row_ids, numbers, along in (part.row_ids[inside], entries, columns), (part.row_ids[beyond], rest, columns * 0):
+            column_ids = part.column_ids[known]
+            for some in self._apart(row_ids + column_ids[:1]) if len(row_ids) else ():
+                for others in self._apart(column_ids + row_ids[:1]):
+                    grid = Grid(row_ids[some], column_ids[others], numbers[some], along[others], part)
+                    self._grids[self._storage(int(grid.row_ids[0] + grid.column_ids[0]))].append(grid)
+        if bool(inside.any()):
+            placed = self.placed[name].view(-1, self.shapes[name][-1])
+            placed[rows[inside][:, None], columns + first] = True
 
-
-def _runs(places: Tensor, entries: Tensor) -> list[tuple[int, int, int, int, int]]:
-    """Cut two sequences into runs in which both rise evenly: (first place, first entry, length, step of places, of entries)."""
-    points = list(zip(places.tolist(), entries.tolist(), strict=True))
-    steps = [(b[0] - a[0], b[1] - a[1]) for a, b in itertools.pairwise(points)]
-    runs, i = [], 0
-    while i < len(points):
-        step, stop = (0, 0), i + 1
-        if i < len(steps) and steps[i][0] > 0 and steps[i][1] >= 0:
-            step = steps[i]
-            while stop < len(points) and steps[stop - 1] == step:
-                stop += 1
-        runs.append((*points[i], stop - i, *step))
-        i = stop
-    return runs
+    def _apart(self, ids: Tensor) -> list[Tensor]:
+        """Return the indices of the ids in each storage, each id once; repeated ids in groups of their own."""
+        order = ids.argsort(stable=True)
+        _, run, counts = ids[order].unique_consecutive(return_inverse=True, return_counts=True)
+        group = torch.bucketize(ids, torch.tensor(self._storages), right=True) * len(ids)
+        group[order] += torch.arange(len(ids)) - (counts.cumsum(0) - counts)[run]
+        return [(group == number).nonzero()[:, 0] for number in group.unique()]

@@ -43,12 +43,12 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     extra: dict[str, float] = {}
     shared: dict[tuple[str, str], tuple[str, str]] = {}
     recording = mapping.anatomy.recording
-    words = {recording.source(int(table.ids[0])).storage for table in mapping.anatomy.words}
+    words = recording.source(int(mapping.anatomy.stream.words.ids[0])).storage
     for source in mapping.sources:
         use, entries, value = mapping.uses(source)[0], mapping.entries(source), tensors[source.name].detach().cpu().double()
         value = value if use == Use() else value * use.scale + use.shift  # as the computation uses it
         parts = mapping.parts(source)
-        if source.storage not in words and parts:
+        if source.storage != words and parts:
             if HEAD not in state and all(part.part == "head" for part in parts):
                 head.scatter(entries, value)
                 head_name = head_name or source.name

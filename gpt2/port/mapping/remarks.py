@@ -111,8 +111,6 @@ class Remarks:
             self.idle[source.name] = "never used in the forward pass"
         elif whole:
             self.unfilled[source.name] = self._why(source)
-        elif any(source.region.overlaps(table.ids) for table in self.anatomy.words):
-            self.notes.append(f"{source.name} has rows that no token reads: they are left as they are")
         elif positions is not None and self.anatomy.recording.name(int(positions.ids[0])) == source.name:
             most = self.mapping.config.n_positions
             self.notes.append(f"{source.name} has more positions than the checkpoint's {most:,}: the rest is left as it is")

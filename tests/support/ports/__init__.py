@@ -114,7 +114,6 @@ _PORTS = (
     Port("lazy", "nn.LazyLinear: no weight has a shape before the first call; the head has a bias"),
     Port("frozen", "weights are buffers, no parameters"),
     Port("centred", "norms store their distance from one; matrices and positions are scaled when they are used", exact=False),
-    Port("shifted", "ids begin at 1 and positions at 2, tables with rows that are never read; returns a dictionary"),
     Port("tiled", "flash attention over tiles; a value head beside the logits; returns (values, logits)", spare="value_"),
     # These cannot hold all of the checkpoint.
     Port("short", "half the positions", room=0.5),
