@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
-from gpt2.port.recording.dataflow import Source, Use
+from gpt2.port.recording.dataflow import Source
 from gpt2.port.recording.forward import Borrowed
 
 MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
@@ -35,30 +35,27 @@ def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) ->
         names, words = describe(entries, mapping)
         row = None
         if high != KEEP:
-            use = mapping.uses(source)[0]
-            put(borrowed.tensors[source.name], entries, mapping, state, use)
-            change = f", less {use.shift:.4g}" if use.shift else ""
-            change += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
-            row = MappingRow(source.name, source.region.shape, names, words + change)
+            put(borrowed.tensors[source.name], entries, mapping, state)
+            row = MappingRow(source.name, source.region.shape, names, words)
         results.append(Filled(source, row, low != KEEP, words))
     return results
 
 
-def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor], use: Use) -> None:
-    """Write the checkpoint's entries into a parameter; invert ``use``, so that the forward pass computes with the entries."""
+def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor]) -> None:
+    """Write the checkpoint's entries into a parameter."""
     if target.numel() > MAX_ENTRIES and len(target) > 1:
         for half, numbers in zip(target.chunk(2), entries.chunk(2), strict=True):
-            put(half, numbers, mapping, state, use)
+            put(half, numbers, mapping, state)
         return
     pieces = mapping.by_tensor(entries)
     if all(mine is not ... for _, mine, _ in pieces):
-        target.masked_fill_(entries == ZERO, -use.shift / use.scale)
+        target.masked_fill_(entries == ZERO, 0.0)
     for name, mine, numbers in pieces:
         values = state[name].flatten().index_select(0, numbers.flatten()).to(target)
         if mine is ...:
-            target.copy_(values.view(target.shape)).sub_(use.shift).div_(use.scale)
+            target.copy_(values.view(target.shape))
         else:
-            target[mine] = (values - use.shift) / use.scale
+            target[mine] = values
 
 
 def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]:

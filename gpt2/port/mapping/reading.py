@@ -10,9 +10,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
 from gpt2.port.mapping.mapping import ZERO, WeightMap
-from gpt2.port.recording.dataflow import Use
 
-ROUNDING = 1e-15
 NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
 
 
@@ -45,8 +43,7 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     recording = mapping.anatomy.recording
     words = recording.source(int(mapping.anatomy.stream.words.ids[0])).storage
     for source in mapping.sources:
-        use, entries, value = mapping.uses(source)[0], mapping.entries(source), tensors[source.name].detach().cpu().double()
-        value = value if use == Use() else value * use.scale + use.shift  # as the computation uses it
+        entries, value = mapping.entries(source), tensors[source.name].detach().cpu().double()
         parts = mapping.parts(source)
         if source.storage != words and parts:
             if HEAD not in state and all(part.part == "head" for part in parts):
@@ -71,12 +68,10 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
 
 
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
-    """Return ``weight``, with ``ours`` for a matrix's missing entries and for rounding; ``ours`` itself if all are equal."""
+    """Return ``weight``, with ``ours`` for a matrix's missing entries; ``ours`` itself if all are equal."""
     if weight.ndim > 1 and bool(placed.any() if name == "wpe.weight" else not placed.all()):
         weight = torch.where(placed, weight, ours.double())
-    if torch.equal(weight, ours):
-        return ours
-    return torch.where((weight - ours).abs() <= ROUNDING * (1 + ours.abs()), ours, weight)  # (g - 1) + 1 is not always g
+    return ours if torch.equal(weight, ours) else weight
 
 
 class _Filled:

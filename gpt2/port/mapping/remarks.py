@@ -91,9 +91,6 @@ class Remarks:
     def left_over(self, filled: list[Filled]) -> None:
         """Report the parameters that were not filled, not completely filled, or used in two ways."""
         for one in filled:
-            first, *others = self.mapping.uses(one.source)
-            if others:
-                self.ambiguous.append(f"{one.source.name} is used {first} and {others[0]}; it is filled for the first")
             if not one.complete and one.source.name not in self.unfilled:
                 self._left_out(one.source, one.row is None, one.words)
         alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights
@@ -107,7 +104,7 @@ class Remarks:
 
     def _left_out(self, source: Source, whole: bool, words: str) -> None:
         positions = self.anatomy.positions
-        if whole and source.storage not in self.anatomy.recording.uses:
+        if whole and source.storage not in self.anatomy.recording.used:
             self.idle[source.name] = "never used in the forward pass"
         elif whole:
             self.unfilled[source.name] = self._why(source)

@@ -74,11 +74,6 @@ def _layer_norm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tenso
     return result
 
 
-def _addcmul(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor:
-    product = graph.elementwise("mul", shape, graph.of(named["tensor1"]), graph.of(named["tensor2"]))
-    return graph.elementwise("add", shape, graph.of(named["self"]), product)
-
-
 def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
     """Add a sum of products, or of contractions (over heads, for example), as one contraction."""
     x, dims = named["self"], named.get("dim")
@@ -109,7 +104,6 @@ HANDLERS: dict[str, Handler] = {
     "mv": lambda graph, named, shape: _product(graph, named["self"], named["vec"][:, None])[..., 0],
     "convolution": _convolution,
     "native_layer_norm": _layer_norm,
-    "addcmul": _addcmul,
     "native_dropout": lambda graph, named, shape: graph.elementwise("dropout", shape, graph.of(named["input"])),
     "sum": _sum,
 }
