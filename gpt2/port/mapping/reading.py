@@ -71,7 +71,7 @@ def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tenso
     """Return ``weight``, with ``ours`` for a matrix's missing entries; ``ours`` itself if all are equal."""
     if weight.ndim > 1 and bool(placed.any() if name == "wpe.weight" else not placed.all()):
         weight = torch.where(placed, weight, ours.double())
-    return ours if torch.equal(weight, ours) else weight
+    return ours if torch.equal(weight, ours) else weight.clone()  # it may be the parameter itself, which changes
 
 
 class _Filled:
