@@ -41,26 +41,19 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Unread:
-    """A file that is listed with its size and must never be requested: it has no content."""
-
-    size: int
-
-
-@dataclass(frozen=True)
 class File:
     """A file of a commit, with git's hash (of a large file: of its pointer), and a large file's sha256."""
 
-    content: bytes | Unread
+    content: bytes
     lfs: bool
 
     @property
     def size(self) -> int:
-        return len(self.content) if isinstance(self.content, bytes) else self.content.size
+        return len(self.content)
 
     @property
     def etag(self) -> str:
-        return hashlib.sha256(self.content if isinstance(self.content, bytes) else b"").hexdigest() if self.lfs else self.oid
+        return hashlib.sha256(self.content).hexdigest() if self.lfs else self.oid
 
     @property
     def oid(self) -> str:
@@ -116,7 +109,7 @@ class HubStandIn:
     def add_repo(
         self,
         name: str,
-        files: Mapping[str, bytes | Path | Unread],
+        files: Mapping[str, bytes | Path],
         *,
         lfs: tuple[str, ...] = (),
         branch: str = "main",
@@ -260,7 +253,6 @@ class _Handler(BaseHTTPRequestHandler):
         if path not in tree:
             return self.error(404, "Entry not found", X_Error_Code="EntryNotFound")
         data, place = tree[path].content, f"{name}/{path}"
-        assert isinstance(data, bytes), f"{path} was not to be downloaded"
         start = int(re.fullmatch(r"bytes=(\d+)-", self.headers["Range"] or "bytes=0-")[1])
         kept = {"ETag": f'"{tree[path].etag}"', "X-Repo-Commit": commit, "Content-Length": str(len(data) - start)}
         self.head(206 if start else 200, kept)
