@@ -1,15 +1,12 @@
 """TensorFlow's checkpoints: files that TensorFlow itself wrote, and invalid files.
 
 TensorFlow 2.21.0 wrote the files under `data/tensorflow`, by `data/make_tensorflow.py`. `tests/support/tf_bundle.py` writes
-all others, and a test here compares its bytes with TensorFlow's. TensorFlow is not a dependency. So we checked by hand that
-TensorFlow 2.21.0 reads the files of that module, in one block and in many, and that our reader gives TensorFlow's bits for a
-checkpoint of gpt2's full shape.
+all others. TensorFlow is not a dependency.
 """
 
 import hashlib
 import json
 import random
-import resource
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,8 @@ import torch
 from support import tf_bundle
 from support.checks import bits, refused, same
 from support.hf_layouts import TINY
-from support.official_repositories import openai_vocabulary
-from support.tf_bundle import block, closed, entry, field, handle, header, sealed, table
+from support.tf_bundle import block, closed, entry, handle, header, sealed, table
 
-import gpt2.data
 from gpt2.checkpoint.containers.tensorflow_file import (
     INDEX_LIMIT,
     TensorBundle,
@@ -65,64 +60,36 @@ def test_slices_that_tensorflow_wrote_are_refused() -> None:
     refused(lambda: TensorBundle(DATA / "slices" / "model.ckpt"), "model/wte is stored in slices", "without a partitioner")
 
 
-def test_the_writer_of_these_tests_writes_what_tensorflow_writes(tmp_path: Path) -> None:
-    """Otherwise the other tests would show nothing about TensorFlow's files."""
-    tf_bundle.write(tmp_path / "model.ckpt", gpt2_numbers())
-    for file in tmp_path.iterdir():
-        assert file.read_bytes() == (DATA / "gpt2" / file.name).read_bytes(), file
-
-
 NUMBERS = bytes(range(1, 17))  # the data file of the invalid bundles: one tensor of four floats
 HONEST = entry(1, [4], 0, 0, NUMBERS)
 ROW = (b"a", HONEST)
 FIRST = (b"", header())
 
 
-def fields(**changes: bytes) -> bytes:
-    """A BundleEntryProto with some fields replaced."""
-    parts = {
-        "dtype": field(1, 1),
-        "shape": field(2, field(2, field(1, 4))),
-        "size": field(5, 16),
-        "crc": tf_bundle.fixed32(6, tf_bundle.checksum(NUMBERS)),
-    }
-    return b"".join((parts | changes).values())
-
-
-def one_block(content: bytes, compression: int = 0) -> bytes:
-    return closed(sealed(content, compression), [(b"b", handle(0, len(content)))])
-
-
-def restarts(*places: int) -> bytes:
-    return b"".join(n.to_bytes(4, "little") for n in [*places, len(places)])
-
-
 ROWS = block([FIRST, ROW])
-HEADER_ENTRY = bytes([0, 0, len(header())]) + header()
 
 
 def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
     (tmp_path / "m.data-00000-of-00001").write_bytes(NUMBERS)
-    for honest in (table([FIRST, ROW]), table([FIRST, (b"a", fields())]), one_block(ROWS)):
-        (tmp_path / "m.index").write_bytes(honest)
-        assert bytes(bits(TensorBundle(tmp_path / "m").read("a")).tolist()) == NUMBERS
-    (tmp_path / "m.index").write_bytes(table([FIRST, (b"a", fields(dtype=field(1, 7)))]))
+    (tmp_path / "m.index").write_bytes(table([FIRST, ROW]))
+    assert bytes(bits(TensorBundle(tmp_path / "m").read("a")).tolist()) == NUMBERS
+    (tmp_path / "m.index").write_bytes(table([FIRST, (b"a", entry(7, [4], 0, 0, NUMBERS))]))
     refused(lambda: TensorBundle(tmp_path / "m").read("a"), "a is of TensorFlow's dtype 7, which is not a weight's")
 
 
+LISTED = [(b"b", handle(0, len(ROWS)))]
 LIES = [
     (table([ROW]), "no header entry"),
     (table([FIRST, (b"b", HONEST), ROW]), "not in order"),
     (table([(b"", header(2)), ROW]), "claims 2 data files, and OpenAI's have one"),
     (table([(b"", header(endianness=1)), ROW]), "big-endian"),
     (table([FIRST, (b"a" * 513, HONEST)]), "a name of 513 bytes"),
-    (table([FIRST, (b"a", HONEST + field(7, b""))]), "a is stored in slices"),
-    (table([FIRST, (b"a", HONEST), (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
-    (table([FIRST, (b"a", fields(shape=field(2, field(2, field(1, 2**47)) * 2)))]), "contradicts itself about a"),
-    (table([FIRST, (b"a", fields(dtype=field(1, 99), size=field(5, 2**47)))]), "m.data-00000-of-00001: is cut short"),
-    (one_block(ROWS, compression=1), "compressed"),
-    (closed(sealed(ROWS), [(b"b", handle(0, len(ROWS))), (b"c", handle(0, len(ROWS)))]), "overlap"),
-    (closed(sealed(ROWS)[:-1] + b"\0", [(b"b", handle(0, len(ROWS)))]), "checksum of the block at byte 0"),
+    (table([FIRST, ROW, (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
+    (table([FIRST, (b"a", entry(1, [2**47, 2**47], 0, 0, NUMBERS))]), "contradicts itself about a"),
+    (table([FIRST, (b"a", entry(1, [4], 0, 99, NUMBERS))]), "m.data-00000-of-00001: is cut short"),
+    (closed(sealed(ROWS, 1), LISTED), "compressed"),
+    (closed(sealed(ROWS), [*LISTED, (b"c", handle(0, len(ROWS)))]), "overlap"),
+    (closed(sealed(ROWS)[:-1] + b"\0", LISTED), "checksum of the block at byte 0"),
     (bytes(INDEX_LIMIT + 1), "500,001 bytes long"),
 ]
 
@@ -168,22 +135,11 @@ def test_a_data_file_that_is_missing_short_or_none_is_named(tmp_path: Path, monk
     refused(lambda: TensorBundle(tmp_path / "m"), "No such file", str(data))
 
 
-def test_the_largest_lie_takes_little_memory(tmp_path: Path) -> None:
-    """20,000 names of ten bytes in the file that share 500 bytes with the previous one."""
-    first = bytes([0, 0xF4, 3, 0]) + b"a" * 500
-    names = b"".join(bytes([0xF4, 3, 6, 0]) + b"%06d" % n for n in range(20_000))
-    (tmp_path / "m.index").write_bytes(one_block(HEADER_ENTRY + first + names + restarts(0)))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    refused(lambda: TensorBundle(tmp_path / "m"))
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60_000  # kilobytes
-
-
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ('all_model_checkpoint_paths: "model-7"\nmodel_checkpoint_path: "model-9"', "model-9"),
         ('model_checkpoint_path: "/home/me/runs/model-7"', "model-7"),
-        ('model_checkpoint_path: "C:\\\\runs\\\\model-7"', "model-7"),
         ('model_checkpoint_path: "../secret/model-8"', "no model-8.index is there"),
         ('model_checkpoint_path: "model-8"', "no model-8.index is there"),
         ("<html>", "names no checkpoint"),
@@ -217,8 +173,6 @@ def test_without_the_file_checkpoint_there_must_be_one_bundle(tmp_path: Path) ->
     ("change", "says"),
     [
         ({"n_head": None}, "does not say n_head"),
-        ({"n_head": True}, "n_head must be int, found True"),
-        ({"n_head": 10**400}, "n_head is 1000"),
         ({"n_layer": 3}, "config says n_layer 3, the tensors 2"),
     ],
 )
@@ -228,16 +182,3 @@ def test_hparams_that_are_none_are_refused(tmp_path: Path, change: Any, says: st
     file = tmp_path / "hparams.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     refused(lambda: load(str(tmp_path)), says, str(tmp_path))
-
-
-def test_the_tokenizer_of_openais_folder_is_the_official_one(tmp_path: Path) -> None:
-    """A folder as `download_model.py` fills it: its vocabulary has other file names than Hugging Face's."""
-    for file in openai_vocabulary():
-        (tmp_path / file.name).write_bytes(file.read_bytes())
-    tf_bundle.openai(tmp_path)
-    assert checkpoint_prefix(tmp_path) == tmp_path / "model.ckpt"
-    tokenizer = gpt2.data.from_directory(tmp_path)
-    assert tokenizer.n_vocab == 50257
-    assert tokenizer.eot == 50256
-    assert tokenizer.encode("Hello world") == [15496, 995]
-    assert tokenizer.decode([15496, 995]) == "Hello world"

@@ -1,8 +1,7 @@
-"""TensorFlow checkpoints on disk, in the layout of TensorFlow's Saver, byte for byte, without the reader's code.
+"""TensorFlow checkpoints on disk, in the layout of TensorFlow's Saver, without the reader's code.
 
-Written from tensorflow's `core/util/tensor_bundle`, `core/lib/io` and `core/protobuf/tensor_bundle.proto`;
-`checkpoint/test_tensorflow_file.py` compares it with files that TensorFlow wrote. The parts are public, so that a test can
-build an invalid file.
+Written from tensorflow's `core/util/tensor_bundle`, `core/lib/io` and `core/protobuf/tensor_bundle.proto`. The parts are public,
+so that a test can build an invalid file.
 """
 
 import json
@@ -19,7 +18,6 @@ from support.hf_layouts import TINY, weights
 
 MAGIC = bytes.fromhex("57fb808b247547db")
 KINDS = {torch.float32: 1, torch.int32: 3, torch.int64: 9, torch.bfloat16: 14, torch.float16: 19}
-RESTART_INTERVAL = 16  # table::Options
 
 # OpenAI's names (openai/gpt-2, src/model.py) for our parameters.
 OUTSIDE = {"wte.weight": "model/wte", "wpe.weight": "model/wpe", "ln_f.weight": "model/ln_f/g", "ln_f.bias": "model/ln_f/b"}
@@ -61,17 +59,10 @@ def checksum(data: bytes) -> int:
     return ((crc >> 15 | crc << 17 & 0xFFFFFFFF) + 0xA282EAD8) % 2**32
 
 
-def block(rows: Iterable[tuple[bytes, bytes]], interval: int = RESTART_INTERVAL) -> bytes:
-    """Entries without the prefix that their key shares with the previous one, except for every ``interval``-th, and their
-    positions."""
-    out, restarts, last = bytearray(), [0], b""
-    for number, (key, value) in enumerate(rows):
-        same = (n for n, (new, old) in enumerate(zip(key, last, strict=False)) if new != old)
-        shared = next(same, min(len(key), len(last))) if number % interval else 0
-        restarts += [len(out)] if number and number % interval == 0 else []
-        out += varint(shared) + varint(len(key) - shared) + varint(len(value)) + key[shared:] + value
-        last = key
-    return bytes(out) + b"".join(n.to_bytes(4, "little") for n in [*restarts, len(restarts)])
+def block(rows: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Entries that share no prefix of their keys, and the position of the first one."""
+    out = b"".join(b"\0" + varint(len(key)) + varint(len(value)) + key + value for key, value in rows)
+    return out + bytes(4) + (1).to_bytes(4, "little")
 
 
 def sealed(content: bytes, compression: int = 0) -> bytes:
@@ -81,10 +72,8 @@ def sealed(content: bytes, compression: int = 0) -> bytes:
 
 def table(rows: list[tuple[bytes, bytes]]) -> bytes:
     """The whole index, rows in the given order, in one block: TensorFlow's have 256 KiB, and a GPT-2's index has 75 kB."""
-    content, last = block(rows), rows[-1][0]
-    at = next((at for at, byte in enumerate(last) if byte < 255), len(last))
-    bound = last[:at] + bytes([last[at] + 1]) if at < len(last) else last  # the short key that lists the block
-    return closed(sealed(content), [(bound, handle(0, len(content)))])
+    content = block(rows)
+    return closed(sealed(content), [(rows[-1][0], handle(0, len(content)))])
 
 
 def handle(start: int, size: int) -> bytes:
@@ -96,7 +85,7 @@ def closed(out: bytes, handles: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Data blocks and the rest of the file: an empty block, the block that lists them, the footer."""
     whole = bytearray(out)
     places = b""
-    for content in (block([]), block(handles, interval=1)):
+    for content in (block([]), block(handles)):
         places += handle(len(whole), len(content))
         whole += sealed(content)
     return bytes(whole) + places.ljust(40, b"\0") + MAGIC
