@@ -39,8 +39,7 @@ def dumps(folder: Path) -> Iterator[tuple[str, Callable[[], gpt2.Diagnosis]]]:
     """Yield a name and a diagnosis to be made: faults of every program of the fourteenth set, at each level, in each dtype."""
     beds = [fourteenth.FourteenthBed(folder / f"bed{n}", shape) for n, shape in enumerate(fourteenth.SHAPES)]
     models = [gpt2.load(str(bed.model)) for bed in beds]
-    runs = [program for program in fourteenth.FAULTS if not fourteenth.missing(program)]
-    every = [(program, fault, level) for program in runs for fault in fourteenth.FAULTS[program] for level in LEVELS]
+    every = [(program, fault, level) for program in fourteenth.FAULTS for fault in fourteenth.FAULTS[program] for level in LEVELS]
     for number, (program, fault, level) in enumerate(random.Random(0).sample(every, min(DUMPS, len(every)))):
         dtype, size = DTYPES[number % 3], number % len(beds)
         path = beds[size].dump(program, (fault,), level, dtype, number)

@@ -117,19 +117,15 @@ def add(path: Path, answer: Answer) -> None:
 
 def dumps(options: argparse.Namespace) -> list[Answer]:
     """Return the dumps that are asked for, the first of each set and level first."""
-    ranked, lacking = list[tuple[int, Answer]](), set[str]()
+    ranked = list[tuple[int, Answer]]()
     for name, level in itertools.product(options.set, options.level):
         module, found = SETS[name], list[Answer]()
         for program in module.FAULTS:
-            if lacks := module.missing(program):
-                lacking.add(f"{name}/{program} is not run: {lacks}")
-                continue
             found += [Answer(name, program, (fault,), level) for fault in module.FAULTS[program]]
             found += [Answer(name, program, (), level, dtype) for dtype in DTYPES]
         wanted = [(one, " + ".join(one.faults)) for one in found if one.program in (options.program or [one.program])]
         found = [one for one, word in wanted if any(word == name or fnmatchcase(word, name) for name in options.fault)]
         ranked += enumerate(sorted(found, key=lambda one: one.drawn)[: options.sample])
-    print("".join(f"{line}\n" for line in sorted(lacking)), end="", file=sys.stderr)
     return [one for _, one in sorted(ranked, key=lambda each: each[0])]
 
 

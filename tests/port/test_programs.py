@@ -1,4 +1,4 @@
-"""GPT-2s that are no torch modules, in NumPy and C: right but for their faults, and equal where they have none."""
+"""GPT-2s that are no torch modules, in NumPy: right but for their faults, and equal where they have none."""
 
 from __future__ import annotations
 
@@ -7,24 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs.fourteenth import FAULTS, SHAPES, FourteenthBed, missing
+from support.programs.fourteenth import FAULTS, SHAPES, FourteenthBed
 
 import gpt2
 from gpt2.measure.tracing import trace
 
-each_program = pytest.mark.parametrize(
-    "program", [pytest.param(name, marks=[pytest.mark.slow] * (name != "flattened")) for name in FAULTS]
-)
+each_program = pytest.mark.parametrize("program", FAULTS)
 
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> FourteenthBed:
     return FourteenthBed(tmp_path_factory.mktemp("programs") / "bed", SHAPES[0])
-
-
-def need(program: str) -> None:
-    if lacks := missing(program):
-        pytest.skip(f"this program was not run: {lacks}")
 
 
 def ours(bed: FourteenthBed) -> dict[str, np.ndarray]:
@@ -54,7 +47,6 @@ def point_of(value: np.ndarray, values: dict[str, np.ndarray]) -> str:
 @each_program
 def test_each_program_is_right_but_for_its_faults(program: str, bed: FourteenthBed) -> None:
     """A mistake in a program, or a patch that does nothing, would be counted as the engine's."""
-    need(program)
     values, right = ours(bed), bed.run(program)[1]
     shown = {point_of(value, values) for value in right.values()}
     assert len(shown) == len(right) > 12 * bed.shape.layers
@@ -67,7 +59,6 @@ def test_each_program_is_right_but_for_its_faults(program: str, bed: FourteenthB
 @each_program
 def test_a_right_program_is_equal(program: str, tmp_path: Path) -> None:
     """Control: rounding to a dtype, and arrays of something else, must not be called a fault."""
-    need(program)
     other = FourteenthBed(tmp_path / "other", SHAPES[1])  # of another size
     for level, dtype in (("full", "float16"), ("full", "float64"), ("block", "float32"), ("logits", "float16")):
         said = gpt2.diagnose(str(other.dump(program, (), level, dtype, seed=8)), str(other.model))
