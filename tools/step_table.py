@@ -1,7 +1,7 @@
 """Measure how often `gpt2.diagnose_step` is right, on all training steps of tests/support/steps, faulty and right.
 
     python tools/step_table.py                      # all
-    python tools/step_table.py --only summed 'right: fused'   # some (* for anything), with the whole diagnosis
+    python tools/step_table.py --only summed 'right: groups'   # some (* for anything), with the whole diagnosis
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
 Tiny models of random weights; nothing is fetched. A table on stderr, by style, then each step whose diagnosis has a flaw; the

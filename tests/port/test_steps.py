@@ -9,7 +9,7 @@ from gpt2.port.step.causes import STAGE, STAGES
 
 ROUNDING = 1e-8  # of the learning rate: float64, where a gradient of zero is all rounding
 COUNT = 3  # steps
-SAMPLE = ("fused", "tied by hand: gradients added, values copied", "autocast with GradScaler")
+SAMPLE = ("groups, fused", "tied by hand: gradients added, values copied", "autocast with GradScaler")
 
 
 def gap(step, kind: str) -> float:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from support.ports import logits
 from support.steps import Settings, Step, module_of
+from support.steps.faults import SCHEDULE
+from support.steps.reference import rate
 
 V = 67  # vocabulary of support.faulty.CONFIG
 
@@ -111,14 +113,10 @@ def with_loss(loss_of):
     return lambda s: plain(s, losses=losses)
 
 
-for _kind in ("ours", "nano", "mha", "encoder_layer"):
-    right(f"groups, {_kind}", _kind)(plain)
-right("fused", "nano")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
+right("groups", "nano")(plain)
+right("groups, fused", "encoder_layer")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
 right("no clipping", "nano", clip=0.0)(plain)
-right("prompts left out", "nano", padded="x")(plain)
-right("other betas and rate", "nano", lr=6e-4, min_lr=6e-4, beta1=0.8, beta2=0.999, weight_decay=0.01)(plain)
-
-
+right("prompts left out, other betas and rate", "nano", padded="x", lr=6e-4, min_lr=6e-4, beta1=0.8, weight_decay=0.01)(plain)
 right("the model's own loss", "nano")(with_loss(lambda model, x, y: model(x, y)[1]))
 
 
@@ -152,9 +150,74 @@ def scaled(s):
 
 
 right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
-
-
-right("by hand", "nano")(lambda s: Step("", s).make_step)
 right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: Step("", s).make_step)
-for _file in ("right_by_hand", "right_accumulated"):
-    importlib.import_module(f"support.steps.{_file}")  # registers its own
+
+
+@right("tied by hand: gradients added, values copied", "nano")
+def tied_by_hand(s):
+    def optimizer_of(model, s):
+        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+        class Tied(torch.optim.AdamW):
+            def step(self, closure=None):
+                super().step(closure)
+                with torch.no_grad():
+                    model.lm_head.weight.copy_(model.transformer["wte"].weight)
+
+        own = [{**group, "params": [p for p in group["params"] if p is not model.lm_head.weight]} for group in groups(model, s)]
+        return Tied(own, lr=s.lr, betas=(s.beta1, s.beta2))
+
+    def added(model):
+        model.transformer["wte"].weight.grad += model.lm_head.weight.grad
+        model.lm_head.weight.grad = None
+
+    return plain(s, optimizer_of, gradients=added)
+
+
+@right("update within the backward pass", "mha", clip=0.0)
+def in_backward(s):
+    def make_step(model):
+        for p in model.train().parameters():
+            own = torch.optim.AdamW([p], lr=s.lr, betas=(s.beta1, s.beta2), weight_decay=s.weight_decay * (p.ndim > 1))
+
+            def update(p, own=own):
+                own.step()
+                own.zero_grad()
+
+            p.register_post_accumulate_grad_hook(update)
+
+        def step(x, y):
+            loss = loss_of(model, x, y)
+            loss.backward()
+            return loss.detach()
+
+        return step
+
+    return make_step
+
+
+@right("accumulated, loss divided", "nano", grad_accum=2)
+def divided(s):
+    return plain(s, losses=lambda model, x, y: (loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True)))
+
+
+@right("losses of two parts summed, one backward pass", "nano", grad_accum=2)
+def summed(s):
+    return plain(
+        s, losses=lambda model, x, y: [sum(loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True))]
+    )
+
+
+@right("accumulated by tokens, prompts left out", "mha", grad_accum=2, padded="x")
+def by_tokens(s):
+    def losses(model, x, y):
+        count = (y != -100).sum()
+        for xb, yb in zip(x.split(2), y.split(2), strict=True):
+            yield F.cross_entropy(logits(model, xb, V).flatten(0, 1), yb.flatten(), reduction="sum") / count
+
+    return plain(s, losses=losses)
+
+
+@right("warm-up, then cosine", "mha", **SCHEDULE)
+def scheduled(s):
+    return plain(s, scheduler=lambda optimizer, s: LambdaLR(optimizer, lambda n: rate(n, s) / s.lr))
