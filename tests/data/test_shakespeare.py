@@ -2,9 +2,6 @@
 
 import hashlib
 import socket
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib import metadata
 from pathlib import Path
 
@@ -20,45 +17,13 @@ def speeches(text: str) -> list[tuple[str, str]]:
     return [tuple(block.split("\n", 1)) for block in text.rstrip("\n").split("\n\n")]
 
 
-class Origin:
-    """A web server on loopback that sends `body` and announces `promised` bytes."""
-
-    def __init__(self) -> None:
-        origin = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                origin.requests += 1
-                self.send_response(origin.status)
-                self.send_header("Content-Length", str(origin.promised or len(origin.body)))
-                self.end_headers()
-                self.wfile.write(origin.body)
-
-            def log_message(self, *args: object) -> None:
-                pass
-
-        self.body, self.promised, self.status, self.requests = BODY, 0, 200, 0
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/input.txt"
-
-
 @pytest.fixture
-def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[Origin]:
-    origin = Origin()
-    thread = threading.Thread(target=origin.server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
-    monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", origin.url)
-    yield origin
-    origin.server.shutdown()
-    origin.server.server_close()
-    thread.join()
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Use BODY in place of the real text."""
+def origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """The file that stands at the address of tiny Shakespeare; BODY in place of the real text."""
+    (path := tmp_path / "origin.txt").write_bytes(BODY)
+    monkeypatch.setenv("GPT2_TINYSHAKESPEARE_URL", path.as_uri())
     monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(BODY).hexdigest())
+    return path
 
 
 def test_all_plays_are_there() -> None:
@@ -111,23 +76,25 @@ def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch,
     assert len(shakespeare.plays()) == 38  # the failure is not cached
 
 
-def test_tiny_is_downloaded_once(origin: Origin, made: None, tmp_path: Path) -> None:
-    folder = tmp_path / "not" / "yet"
-    assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
-    assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
-    assert origin.requests == 1
-    assert [path.name for path in folder.iterdir()] == ["tinyshakespeare.txt"]
-    (folder / "tinyshakespeare.txt").write_bytes(BODY[:-1] + b"?")  # a damaged file is fetched again
-    assert shakespeare.tiny_shakespeare(folder) == BODY.decode()
-    assert (folder / "tinyshakespeare.txt").read_bytes() == BODY
-    assert origin.requests == 2
+def test_tiny_is_downloaded_once(origin: Path, tmp_path: Path) -> None:
+    """A damaged copy is fetched again, a whole one never."""
+    kept = tmp_path / "not" / "yet" / "tinyshakespeare.txt"
+    assert shakespeare.tiny_shakespeare(kept.parent) == BODY.decode()
+    origin.rename(tmp_path / "away")
+    assert shakespeare.tiny_shakespeare(kept.parent) == BODY.decode()
+    assert [path.name for path in kept.parent.iterdir()] == ["tinyshakespeare.txt"]
+    kept.write_bytes(BODY[:-1] + b"?")
+    assert "No such file" in refusal(shakespeare.tiny_shakespeare, kept.parent)
+    (tmp_path / "away").rename(origin)
+    assert shakespeare.tiny_shakespeare(kept.parent) == BODY.decode()
+    assert kept.read_bytes() == BODY
 
 
 @pytest.mark.parametrize(
     ("variable", "below"), [("GPT2_TOOLKIT_CACHE", ""), ("XDG_CACHE_HOME", "gpt2-toolkit"), ("HOME", ".cache/gpt2-toolkit")]
 )
 def test_the_cache_is_where_it_is_said_to_be(
-    origin: Origin, made: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, below: str
+    origin: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str, below: str
 ) -> None:
     for name in ("GPT2_TOOLKIT_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
@@ -136,37 +103,24 @@ def test_the_cache_is_where_it_is_said_to_be(
     assert (tmp_path / below / "tinyshakespeare.txt").read_bytes() == BODY
 
 
-def test_wrong_bytes_are_refused_and_not_kept(origin: Origin, tmp_path: Path) -> None:
-    (tmp_path / "tinyshakespeare.txt").write_bytes(b"corrupt")
-    message = refusal(shakespeare.tiny_shakespeare, tmp_path)
-    assert shakespeare.TINY_SHA256 in message
-    assert hashlib.sha256(BODY).hexdigest() in message
-    assert str(tmp_path / "tinyshakespeare.txt") in message
-    assert list(tmp_path.iterdir()) == []
-    assert origin.requests == 1
-
-
 @pytest.mark.parametrize(
-    ("answer", "says"),
-    [
-        ({"body": BODY[:1000], "promised": len(BODY)}, "--set data.path=FILE"),
-        ({"body": bytes(shakespeare.TINY_MAX_BYTES + 1)}, f"{shakespeare.TINY_MAX_BYTES} bytes with sha256"),
-        ({"status": 404}, "404"),
-    ],
-    ids=["cut short", "endless", "an error page"],
+    "wrong", [b"corrupt", BODY[:1000], bytes(shakespeare.TINY_MAX_BYTES + 1)], ids=["other", "cut", "endless"]
 )
-def test_what_is_not_the_text_is_refused(origin: Origin, made: None, tmp_path: Path, answer: dict, says: str) -> None:
-    vars(origin).update(answer)
-    assert says in refusal(shakespeare.tiny_shakespeare, tmp_path)
-    assert list(tmp_path.iterdir()) == []
+def test_wrong_bytes_are_refused_and_not_kept(origin: Path, tmp_path: Path, wrong: bytes) -> None:
+    origin.write_bytes(wrong)
+    message = refusal(shakespeare.tiny_shakespeare, tmp_path / "cache")
+    assert shakespeare.TINY_SHA256 in message
+    assert hashlib.sha256(wrong[: shakespeare.TINY_MAX_BYTES]).hexdigest() in message
+    assert str(tmp_path / "cache" / "tinyshakespeare.txt") in message
+    assert not (tmp_path / "cache").exists()
 
 
-def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Origin, made: None, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_is_no_obstacle(origin: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     assert shakespeare.tiny_shakespeare(tmp_path / "file") == BODY.decode()
-    (tmp_path / "tinyshakespeare.txt").mkdir()  # the rename fails; its temporary file must be deleted
-    assert shakespeare.tiny_shakespeare(tmp_path) == BODY.decode()
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "tinyshakespeare.txt"]
+    (tmp_path / "folder" / "tinyshakespeare.txt").mkdir(parents=True)  # the rename fails; its temporary file must be deleted
+    assert shakespeare.tiny_shakespeare(tmp_path / "folder") == BODY.decode()
+    assert [path.name for path in (tmp_path / "folder").iterdir()] == ["tinyshakespeare.txt"]
 
 
 @pytest.mark.parametrize("listening", [False, True])
@@ -190,11 +144,6 @@ def test_a_dead_server_is_given_up_soon(monkeypatch: pytest.MonkeyPatch, tmp_pat
 def test_split_is_the_fields() -> None:
     train, held_out = shakespeare.split("x" * 1_115_394)
     assert (len(train), len(held_out)) == (1_003_854, 111_540)
-    assert shakespeare.split("abcd", 0.5) == ("ab", "cd")
-
-
-def test_checked_text() -> None:
-    assert shakespeare.checked_text("\ufeffÉcoute,\r\nami\n".encode(), "text") == "Écoute,\r\nami\n"
 
 
 @pytest.mark.parametrize(
@@ -208,6 +157,7 @@ def test_checked_text() -> None:
     ],
 )
 def test_what_is_not_text_is_refused(tmp_path: Path, data: bytes, says: str) -> None:
+    assert shakespeare.checked_text("\ufeffÉcoute,\r\nami\n".encode(), "text") == "Écoute,\r\nami\n"
     message = refusal(shakespeare.checked_text, data, tmp_path / "text")
     assert says in message
     assert str(tmp_path / "text") in message
