@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from support.commands import refusal
 from support.official_repositories import openai_vocabulary
 
 from gpt2 import data
@@ -16,67 +17,33 @@ from gpt2.data.files import END_OF_TEXT, warn_once
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 
-PLAY = """
-the and I to of a my you that in is not thou with it be his your for this but he have as thy him so will what her no by do
-shall me if are we our O good now lord king love Richard Warwick Clarence Menenius night sweet death heart o'er ne'er 'tis
-'twas don't we'll they've I'm she'd you're it's Brutus' father's wherefore honour'd fall'n
-"""
+PLAY = """the and I to of a my you that in is not thou with it be his your for this but he have as thy him so will what her no by
+do shall me if are we our O good now lord king love Richard Warwick Clarence Menenius night sweet death heart o'er ne'er 'tis
+'twas don't we'll they've I'm she'd you're it's Brutus' father's wherefore honour'd fall'n"""
 WORDS = PLAY.split()
-EMOJI = ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "❤️", "1️⃣", "🧑‍🚀", "😀", "\u200d", "\ufe0f"]
 SPACES = [*" \t\n\r\v\f\x1c\x1d\x1e\x1f\x85\xa0\u1680\u2000\u2003\u200a\u200b\u2028\u2029\u202f\u205f\u3000\ufeff\u180e"]
-SOURCE = """def f(x): return x[1:] if x else {'k': 0x1F}
-\tfor (i=0;i<n;++i) { a[i] = b->c; } // note
-    #include <a.h>
-=="""
-CODE = SOURCE.split(" ")
-
-
-def lines(rng: random.Random, n: int) -> str:
-    """Lines that look like a play, n words in all, so that tests need no external text."""
-    out = []
-    for i in range(n):
-        word = rng.choice(WORDS)
-        out.append(rng.choice([word, word, word, word.capitalize(), word + rng.choice(",.;:?!"), word.upper()]))
-        out.append(rng.choice(["\n", "\n\n", ":\n", "--"]) if i % 9 == 8 else " ")
-    return "".join(out)
+# Pieces of text on which two tokenizers have differed.
+POOLS = [
+    ["'", "’", " '", "a'", "''", "s", "S", "ll", "LL", "ve", "re", "d", "x"],
+    [*SPACES, "   ", " " * 9, "a", "1", "!", "é"],
+    ["0", "12", " 345", "6,789.0", "½", "٣", "Ⅻ", "९९", "10" * 9, " "],
+    ["👩‍👩‍👧‍👦", "🏳️‍🌈", "👍🏽", "🇩🇪", "❤️", "1️⃣", "🧑‍🚀", "😀", "\u200d", "\ufe0f", " ", "x"],
+    ["def f(x):", "\t", "x[1:]", "{'k':", "0x1F}", " ", "    ", "(i=0;i<n;++i)", "b->c;", "//", "#include", "<a.h>", "=="],
+    ["\r\n", "\n", "\r", "\n\n", " \n", "\n ", "line", "\u2028", *map(chr, range(32)), "\x7f"],
+    ["<|endoftext|>", "<|endoftext|", "|>", "<", " "],
+    [f"{word}{end}" for word in WORDS for end in (" ", ", ", ":\n")],
+]
+BLOCKS = [(0, 0x250), (0x300, 0x370), (0x3000, 0xA000), *((plane << 16, plane + 1 << 16) for plane in (0, 0, 0, *range(17)))]
 
 
 def varied(seed: int, n: int) -> list[str]:
-    """n strings of every kind on which two tokenizers have differed."""
-    rng = random.Random(seed)
-    play = lines(rng, 4000)
-    planes = [c for c in range(17) for _ in range(6 if c < 3 else 1)]
-
-    def point() -> str:
-        code = (rng.choice(planes) << 16) + rng.randrange(1 << 16)
-        return chr(code) if not 0xD800 <= code < 0xE000 else "\ud7ff"
-
-    def some(kind, most: int, joint: str = "") -> str:
-        return joint.join(kind() for _ in range(rng.randint(1, most)))
-
-    def piece() -> str:
-        at = rng.randrange(len(play))
-        return play[at : at + rng.randint(1, 60)]
-
-    kinds = [
-        lambda: some(point, 12),
-        lambda: some(lambda: chr(rng.randrange(0x250)), 20),
-        lambda: some(lambda: rng.choice(SPACES) * rng.choice([1, 1, 2, 3, 9]) + rng.choice(["", "a", "1", "!", "é"]), 8),
-        lambda: some(
-            lambda: rng.choice(["'", "’", " '", "a'", "''"]) + rng.choice(["s", "S", "ll", "LL", "ve", "re", "d", "x"]), 6
-        ),
-        lambda: some(lambda: rng.choice(["0", "12", " 345", "6,789.0", "½", "٣", "Ⅻ", "९९", "10" * 9]), 6, rng.choice(["", " "])),
-        lambda: some(lambda: rng.choice(EMOJI), 6, rng.choice(["", " ", "x"])),
-        lambda: some(lambda: rng.choice(CODE), 8, rng.choice([" ", "\n", "    "])),
-        lambda: some(lambda: chr(rng.randrange(0x3000, 0xA000)), 10, rng.choice(["", "", "。", " "])),
-        lambda: some(lambda: chr(rng.randrange(32)) + rng.choice(["", "a", "\x7f"]), 8),
-        lambda: some(lambda: rng.choice(["\r\n", "\n", "\r", "\n\n", " \n", "\n ", "line", "\u2028"]), 9),
-        lambda: some(lambda: rng.choice("aeioué") + chr(rng.randrange(0x300, 0x370)), 8),
-        lambda: some(lambda: rng.choice(["<|endoftext|>", "<|endoftext|", "|>", "<", " "]), 4),
-        piece,
-        piece,
-    ]
-    return [rng.choice(kinds)() for _ in range(n)]
+    """n strings of those pieces, and of random characters of a block."""
+    rng, found = random.Random(seed), []
+    for _ in range(n):
+        start, end = rng.choice(BLOCKS)
+        points = [chr(code) for code in rng.choices(range(start, end), k=12) if not 0xD800 <= code < 0xE000]
+        found.append("".join(rng.choices(rng.choice([*POOLS, [*points, "é"]]), k=rng.randint(1, 12))))
+    return found
 
 
 def different(bpe: LibraryTokenizer, strings: list[str], expected: list[list[int]]) -> list[str]:
@@ -137,7 +104,7 @@ def expected(strings, reference) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def play() -> str:
-    return lines(random.Random(1), 40_000) + "".join(varied(2, 3000))
+    return " ".join(random.Random(1).choices(WORDS, k=40_000)) + "".join(varied(2, 3000))
 
 
 @pytest.fixture(scope="module")
@@ -385,32 +352,8 @@ def test_missing_files(tmp_path):
         data.from_directory(tmp_path / "nowhere")
 
 
-@pytest.mark.parametrize(
-    ("path", "value", "message"),
-    [
-        (["model"], 5, "of the `tokenizers` library"),
-        (["added_tokens"], [{"id": 1}], "missing field `content`"),
-    ],
-)
-def test_a_damaged_tokenizer_json_is_refused(tmp_path, path, value, message):
+def test_a_damaged_tokenizer_json_is_refused(tmp_path):
     """One line, that names the file; the library's own errors are tracebacks of Rust."""
-    SMALL.save(tmp_path)
-    for name in ("vocab.json", "merges.txt"):
-        (tmp_path / name).unlink()
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
-    file = tmp_path / "tokenizer.json"
-    content = json.loads(file.read_text())
-    at = content
-    for key in path[:-1]:
-        at = at[key]
-    at[path[-1]] = value
-    file.write_text(json.dumps(content))
-    with pytest.raises(InputError, match=message) as error:
-        from_directory(tmp_path)
-    assert str(file) in str(error.value)
-
-
-def test_half_a_character(official):
-    ids = official.encode("😀")
-    assert official.decode(ids[:1]) == "\ufffd"
-    assert official.decode_bytes(ids[:1]) == "😀".encode()[: len(official.token_bytes(ids[0]))]
+    (tmp_path / "tokenizer.json").write_text('{"model": 5}')
+    assert "of the `tokenizers` library" in (said := refusal(from_directory, tmp_path))
+    assert str(tmp_path / "tokenizer.json") in said
