@@ -12,20 +12,17 @@ import json
 import logging
 import os
 import re
-import time
 import traceback
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from gpt2.checkpoint.names import ADAPTED, ADAPTER, LAYOUTS, OFFICIAL, OLD_LAYOUTS
 from gpt2.checkpoint.official import other_than_official
 from gpt2.data.client import check_environment, one_line
 from gpt2.data.files import SMALL, read_all, warn_once, written_aside
 from gpt2.errors import CheckpointError, InputError, did_you_mean
-
-T = TypeVar("T")
 
 # Weights: only the first name that exists, with the files that match its pattern.
 WEIGHTS = {
@@ -43,7 +40,7 @@ OTHERS = r"[\w./+-]+\.(safetensors|bin|h5|msgpack|ot|onnx|pth?|ckpt|index|gguf)"
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HASH = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # git's, or a sha256
 GIT_LIMIT = 10 << 20  # bytes: git holds no larger file, only its pointer
-WARM_PATIENCE, MAX_WAIT = 3.0, 60.0  # seconds for an answer if the cache can serve, and in all that a Hub may ask to wait
+WARM_PATIENCE = 3.0  # seconds for an answer if the cache can serve
 SETTINGS = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy", "SSL_CERT_FILE", "HF_ENDPOINT")
 LOCAL = "run it again later, use --offline with a warm cache, or give a local directory"
 OFFLINE = "offline, and the cache {} holds {}: run once online (no --offline, no HF_HUB_OFFLINE=1), or give a local directory"
@@ -135,7 +132,7 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
         return whole
     seconds = WARM_PATIENCE if whole and "HF_HUB_ETAG_TIMEOUT" not in os.environ else float(constants.HF_HUB_ETAG_TIMEOUT)
     try:
-        info = _patiently(lambda: HfApi().model_info(repo, revision=revision, timeout=seconds), not whole)
+        info = HfApi().model_info(repo, revision=revision, timeout=seconds)
     except HTTPError as error:
         if not whole or (isinstance(error, HfHubHTTPError) and error.response.status_code not in BUSY):
             raise
@@ -148,13 +145,12 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
     if current and not current.lacking(repo, names) and (current.listed or not os.access(current.folder, os.W_OK)):
         return current
     for name in files:  # in this thread, which Ctrl-C ends: the threads of snapshot_download end when their files are there
-        _patiently(functools.partial(hf_hub_download, repo, name, revision=info.sha))
+        hf_hub_download(repo, name, revision=info.sha)
     from huggingface_hub.utils import tqdm
 
     target = info.sha if current else revision  # for a branch's name the cache then remembers where it points
     bar = type("Bar", (tqdm,), {"__init__": functools.partialmethod(tqdm.__init__, disable=None)})  # on a terminal alone
-    ask = functools.partial(snapshot_download, repo, revision=target, allow_patterns=files, tqdm_class=bar)
-    return _cached(repo, Path(_patiently(ask)).name)
+    return _cached(repo, Path(snapshot_download(repo, revision=target, allow_patterns=files, tqdm_class=bar)).name)
 
 
 def choose(repo: str, names: Collection[str]) -> list[str]:
@@ -195,7 +191,7 @@ def dataset_file(file: DatasetFile, *, offline: bool = False) -> Path:
 
         offline = offline or constants.is_offline_mode()
         place: dict[str, Any] = {"repo_type": "dataset", "revision": file.commit, "local_files_only": offline}
-        local = Path(_patiently(lambda: hf_hub_download(file.repo, file.path, **place)))
+        local = Path(hf_hub_download(file.repo, file.path, **place))
         _require_hash(file.repo, local, file.sha256, mend=not offline)
     return local
 
@@ -251,27 +247,6 @@ def _discard(file: Path) -> None:
     for each in links:
         if each.parent.resolve().is_relative_to(top):
             each.unlink(missing_ok=True)
-
-
-def _patiently(ask: Callable[[], T], patient: bool = True) -> T:
-    """Return what ``ask`` returns; wait for as long as a Hub that limits the rate asks, up to a minute in all."""
-    from huggingface_hub.utils import parse_ratelimit_headers
-
-    waited = 0.0
-    while True:
-        try:
-            return ask()
-        except OSError as error:  # a refusal, or what the client makes of it
-            refusal = getattr(error, "response", None) or getattr(error.__cause__, "response", None)
-            if refusal is None or refusal.status_code != 429 or not patient:
-                raise
-            limit, after = parse_ratelimit_headers(refusal.headers), refusal.headers.get("Retry-After", "")
-            seconds = float(limit.reset_in_seconds if limit else after if after.isdecimal() else 10)
-            if waited + seconds > MAX_WAIT:
-                raise
-            log.warning("rate limited by the Hub: waiting %.0f s", seconds)
-            time.sleep(seconds)
-            waited += max(seconds, 1.0)
 
 
 @contextlib.contextmanager

@@ -127,10 +127,6 @@ class HubStandIn:
         repo.refs[branch] = commit
         return commit
 
-    def limit(self, place: str, times: float = float("inf"), seconds: int = 1) -> None:
-        """Answer the next ``times`` requests with ``place`` in "METHOD path" with 429, and a wait of ``seconds``."""
-        self._orders["limit", place] = (times, seconds)
-
     def corrupt(self, name: str, path: str, times: float = float("inf")) -> None:
         """Flip a byte in the middle of the next ``times`` bodies of a file: same length, same headers, other content."""
         self._orders["corrupt", f"{name}/{path}"] = (times, True)
@@ -142,11 +138,9 @@ class HubStandIn:
     def take(self, fault: str, place: str) -> Any:
         """The fault ordered for this answer, or None."""
         with self._lock:
-            for (kind, where), (left, what) in self._orders.items():
-                if kind == fault and (where in place if fault == "limit" else where == place) and left > 0:
-                    self._orders[kind, where] = (left - 1, what)
-                    return what
-        return None
+            left, what = self._orders.get((fault, place), (0, None))
+            self._orders[fault, place] = (left - 1, what)
+            return what if left > 0 else None
 
     def environ(self, home: Path, **extra: str) -> dict[str, str]:
         """The environment of a process that knows this Hub alone, with its cache under ``home``."""
@@ -182,8 +176,6 @@ class _Handler(BaseHTTPRequestHandler):
         hub.requests.append(Request(self.command, unquote(self.path)))
         place = f"{self.command} {path}"
         body = b"" if self.command == "PUT" else self.rfile.read(int(self.headers["Content-Length"] or 0))
-        if (seconds := hub.take("limit", place)) is not None:
-            return self.error(429, "Too Many Requests", RateLimit=f'"api";r=0;t={seconds}')
         if failure := next((answer for part, answer in hub.fails.items() if part in place), None):
             return self.error(*failure)
         if found := re.fullmatch(r"api/(?:models|(datasets))/([^/]+/[^/]+)(?:/(revision|tree|preupload|commit)/(.+))?", path):
