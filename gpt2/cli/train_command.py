@@ -165,7 +165,6 @@ _ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the 
 
 def show(event: "Started | Logged | Evaluated | Estimated | Diverged") -> None:
     """Print one training event to stderr, control characters as symbols."""
-    from gpt2.train.clock import slowest
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
 
     at = f"step {event.step:6}  "
@@ -175,14 +174,12 @@ def show(event: "Started | Logged | Evaluated | Estimated | Diverged") -> None:
             share = f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
             text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
             text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
-            text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
         case Evaluated(val=val):
             text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
             if event.accuracy is not None:
                 text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
             text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
             text += "  best so far" if event.best else ""
-            text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
             text += "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
             text += f"\nwarning: {event.warning}" if event.warning else ""
         case Estimated():

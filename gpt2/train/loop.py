@@ -19,7 +19,6 @@ from gpt2.model import GPT2
 from gpt2.optim import adamw, learning_rate
 from gpt2.train import divergence, models, parallel, shards, state
 from gpt2.train.bigram import Bigram
-from gpt2.train.clock import Clock
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.cost import peak_memory, tokens_at_peak
 from gpt2.train.divergence import Rewind
@@ -123,7 +122,6 @@ class _Run:
         models.prepare(self.model, recipe)
         self.feed = Feed(self.text.train_ids, ranks, marks=self.text.train_marks, end=self.text.end)
         self.scored = parallel.wrap(Scored(self.model, partial=self.feed.partial), recipe, ranks)  # gradients of the whole batch
-        self.clock = Clock(self.scored, self.part, ranks)
         self.optimizer = adamw(self.model, recipe.optim)
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
@@ -155,8 +153,7 @@ class _Run:
             seeded = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # a rewind changes windows and dropout
             limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
             require_whole_files()
-            with self.clock:
-                loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
+            loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
             fault = divergence.fault(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
@@ -165,9 +162,8 @@ class _Run:
             if progress.step - pace.began == ESTIMATE_AFTER:
                 self.tell(Estimated(progress.step, pace.seconds_left(progress.step)))
             if (progress.step % recipe.log_every == 0 or last) and not fault and (loss or norm):
-                logged = Logged(progress.step, loss, lr, norm, *pace(progress.step), self.clock())
-                optional = ("mfu", "rank_tokens_per_second")
-                self.write(**{name: value for name, value in asdict(logged).items() if name not in optional or value})
+                logged = Logged(progress.step, loss, lr, norm, *pace(progress.step))
+                self.write(**{name: value for name, value in asdict(logged).items() if name != "mfu" or value})
                 self.tell(logged)
             if progress.step % recipe.eval_every == 0 or last:
                 with pace.paused(progress.step):
@@ -218,7 +214,7 @@ class _Run:
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and save the model if it is the best so far."""
         with parallel.whole(self.scored):
-            score, every, by_rank, table = scores(self.model, self.text, self.recipe, self.ranks)
+            score, every, table = scores(self.model, self.text, self.recipe, self.ranks)
             if not math.isfinite(score.loss):
                 if progress.step and self.recipe.on_divergence == "rewind":
                     self.diverged(progress, f"validation loss {score.loss}")
@@ -232,10 +228,9 @@ class _Run:
             if table:
                 row = {"val_loss": score.loss, "val_documents": score.tokens, "confusion": table, "sample": ""}
             row |= {"val_loss_all": every.loss} if every else {}
-            row |= {"rank_tokens_per_second": by_rank} if by_rank else {}
             self.write(step=progress.step, **row)
         warning = overfitting(self.metrics.rows, progress.best_step)
-        self.tell(Evaluated(progress.step, score, best, sample, warning, every, by_rank, table))
+        self.tell(Evaluated(progress.step, score, best, sample, warning, every, table))
         return progress
 
     def keep_and_sample(self, progress: Progress, best: bool) -> str:

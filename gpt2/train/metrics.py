@@ -52,10 +52,7 @@ class Diverged:
 
 @dataclass(frozen=True)
 class Logged:
-    """A logged step: ``loss`` in nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown).
-
-    ``rank_tokens_per_second`` is each rank's speed while it computes (:mod:`gpt2.train.clock`); empty for one, and for FSDP.
-    """
+    """A logged step: ``loss`` in nats per token; ``mfu`` is the achieved share of the GEMM rate (0: unknown)."""
 
     step: int
     loss: float
@@ -64,15 +61,11 @@ class Logged:
     tokens_per_second: float
     seconds_left: float
     mfu: float = 0.0
-    rank_tokens_per_second: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: the score of the scored validation tokens, and of ``val_all``, prompts too (None: the same); a sample.
-
-    ``rank_tokens_per_second`` is each rank's speed in this evaluation; empty for one.
-    """
+    """An evaluation: the score of the scored validation tokens, and of ``val_all``, prompts too (None: the same); a sample."""
 
     step: int
     val: LanguageScore
@@ -80,7 +73,6 @@ class Evaluated:
     sample: str = ""
     warning: str = ""
     val_all: LanguageScore | None = None
-    rank_tokens_per_second: tuple[float, ...] = ()
     confusion: list[list[int]] | None = None  # of each class, how often each was said
 
     @property

@@ -69,9 +69,6 @@ class Run:
             data = replace(self.recipe.data, tokens=self.recipe.data.tokens + ".other")
             corpus, other = loop.corpus, replace(self.recipe, data=data)
             loop.corpus = lambda recipe, *rest, **more: corpus(other, *rest, **more)
-        elif self.change == "rank 1 is slow" and rank == 1:
-            fast = loop.Scored.forward
-            loop.Scored.forward = lambda *args: time.sleep(0.1) or fast(*args)
         elif self.change == "rank 0 begins late":
             parallel.SILENCE_TIMEOUT, begin = timedelta(seconds=6), loop.start
             loop.start = lambda *args: time.sleep(9) or begin(*args)

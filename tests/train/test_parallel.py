@@ -1,6 +1,5 @@
 """Training in several processes: the same result as one process, errors on all ranks, and recovery from the loss of one."""
 
-import json
 import os
 import signal
 from dataclasses import replace
@@ -13,7 +12,7 @@ from support.ranks import Run, command, job, one, reached, said
 from support.training import metrics, outcome
 
 from gpt2.errors import InputError
-from gpt2.train import clock, state
+from gpt2.train import state
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import train
 from gpt2.train.recipe import Lora, Recipe
@@ -88,19 +87,6 @@ def test_ranks_map_the_token_files_that_the_first_has_checked(tokens, alone, tmp
     """Eight ranks that each read and hash the same gigabytes wait for each other's disk."""
     assert job(2, Run(tokens, tmp_path / "run")) == ["finished"] * 2
     assert furthest(alone, tmp_path / "run") < 1e-6
-
-
-def test_the_slowest_rank_is_named(shared, tmp_path):
-    """Tokens per second of the job do not say which rank the others wait for."""
-    assert job(2, Run(shared, tmp_path / "run", change="rank 1 is slow")) == ["finished"] * 2
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    assert all(len(row["rank_tokens_per_second"]) == 2 for row in rows)
-    speeds = [row["rank_tokens_per_second"] for row in rows if "loss" in row]
-    assert all(second < 3 * 16 / 0.1 for _, second in speeds)
-    assert sum(first > second for first, second in speeds) > len(speeds) / 2
-    assert clock.slowest((900.0, 450.4)) == "slowest rank 1: 450 tok/s computing, fastest 900"
-    assert clock.slowest((0.0, 900.0, 450.4)) == "slowest rank 2: 450 tok/s computing, fastest 900"  # rank 0 had no window
-    assert clock.slowest((0.0, 900.0)) == ""
 
 
 @pytest.mark.slow
