@@ -165,6 +165,7 @@ _ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the 
 
 def show(event: "Started | Logged | Evaluated | Estimated | Diverged") -> None:
     """Print one training event to stderr, control characters as symbols."""
+    from gpt2.train.evaluation import slowest
     from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
 
     at = f"step {event.step:6}  "
@@ -180,6 +181,7 @@ def show(event: "Started | Logged | Evaluated | Estimated | Diverged") -> None:
                 text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
             text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
             text += "  best so far" if event.best else ""
+            text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
             text += "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
             text += f"\nwarning: {event.warning}" if event.warning else ""
         case Estimated():

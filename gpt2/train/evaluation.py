@@ -1,5 +1,6 @@
 """Score the validation text: the loss over scored tokens, and, where prompts or filler are among them, over all tokens too."""
 
+import time
 from contextlib import nullcontext
 from functools import partial
 from typing import NamedTuple
@@ -21,10 +22,11 @@ from gpt2.train.recipe import Recipe
 
 
 class Scores(NamedTuple):
-    """The score of the scored tokens; of all that is no filler (None: the same)."""
+    """The score of the scored tokens; of all that is no filler (None: the same); tokens per second of each rank, if several."""
 
     val: LanguageScore
     every: LanguageScore | None
+    by_rank: tuple[float, ...]
     confusion: list[list[int]] | None = None  # of a classifier (:func:`gpt2.train.classify.confusion`)
 
 
@@ -34,7 +36,7 @@ def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> 
     """
     if isinstance(model, Classifier) and text.val_marks is not None:
         loss, table = confusion(model, text.val_ids, text.val_marks, recipe.context, recipe.batch_size)
-        return Scores(LanguageScore(loss, sum(map(sum, table)), 0, recipe.context, recipe.context), None, table)
+        return Scores(LanguageScore(loss, sum(map(sum, table)), 0, recipe.context, recipe.context), None, (), table)
     end = text.end
     lengths = torch.tensor(text.tokenizer.bytes_by_id())
     if text.tokenizer.eot is not None:
@@ -46,16 +48,27 @@ def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> 
     own = slice(first, last + 1)
     ids, masks = torch.from_numpy(text.val_ids[own].astype(np.int64)), _masks(text, own)
     found: list[LanguageScore | None] = [None] * len(masks)
+    began = time.perf_counter()
     if len(ids) > 1:
         logits = model if end is None or not isinstance(model, GPT2) else partial(_apart, model, end)
         with evaluating(model) if isinstance(model, GPT2) else nullcontext():
             found = [*language_scores(logits, ids, lengths, Windows(recipe.context), masks, batch_size=rows)]
+    by_rank: tuple[float, ...] = ()
     if ranks.size > 1:
+        by_rank = tuple(ranks.gathered((len(ids) - 1) / max(time.perf_counter() - began, 1e-9)))
         for index, score in enumerate(found):
             total, tokens, size = ranks.sum(*((score.loss * score.tokens, score.tokens, score.bytes) if score else (0, 0, 0)))
             found[index] = LanguageScore(total / tokens, int(tokens), int(size), recipe.context, recipe.context)
     assert found[0] is not None, "the validation text has two tokens or more"
-    return Scores(found[0], found[1] if len(found) > 1 else None)
+    return Scores(found[0], found[1] if len(found) > 1 else None, by_rank)
+
+
+def slowest(by_rank: tuple[float, ...]) -> str:
+    """Return a remark for the log that names the slowest rank; "" unless several have computed."""
+    busy = [speed for speed in by_rank if speed]  # of few windows of validation text, some ranks have none
+    if len(busy) < 2:
+        return ""
+    return f"slowest rank {by_rank.index(min(busy))}: {min(busy):,.0f} tok/s computing, fastest {max(busy):,.0f}"
 
 
 def _masks(text: Corpus, own: slice) -> list[Tensor | None]:

@@ -214,7 +214,7 @@ class _Run:
     def evaluate(self, progress: Progress) -> Progress:
         """Score the whole validation text, and save the model if it is the best so far."""
         with parallel.whole(self.scored):
-            score, every, table = scores(self.model, self.text, self.recipe, self.ranks)
+            score, every, by_rank, table = scores(self.model, self.text, self.recipe, self.ranks)
             if not math.isfinite(score.loss):
                 if progress.step and self.recipe.on_divergence == "rewind":
                     self.diverged(progress, f"validation loss {score.loss}")
@@ -228,9 +228,10 @@ class _Run:
             if table:
                 row = {"val_loss": score.loss, "val_documents": score.tokens, "confusion": table, "sample": ""}
             row |= {"val_loss_all": every.loss} if every else {}
+            row |= {"rank_tokens_per_second": by_rank} if by_rank else {}
             self.write(step=progress.step, **row)
         warning = overfitting(self.metrics.rows, progress.best_step)
-        self.tell(Evaluated(progress.step, score, best, sample, warning, every, table))
+        self.tell(Evaluated(progress.step, score, best, sample, warning, every, by_rank, table))
         return progress
 
     def keep_and_sample(self, progress: Progress, best: bool) -> str:

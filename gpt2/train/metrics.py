@@ -65,7 +65,10 @@ class Logged:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """An evaluation: the score of the scored validation tokens, and of ``val_all``, prompts too (None: the same); a sample."""
+    """An evaluation: the score of the scored validation tokens, and of ``val_all``, prompts too (None: the same); a sample.
+
+    ``rank_tokens_per_second`` is each rank's speed in this evaluation; empty for one.
+    """
 
     step: int
     val: LanguageScore
@@ -73,6 +76,7 @@ class Evaluated:
     sample: str = ""
     warning: str = ""
     val_all: LanguageScore | None = None
+    rank_tokens_per_second: tuple[float, ...] = ()
     confusion: list[list[int]] | None = None  # of each class, how often each was said
 
     @property

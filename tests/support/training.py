@@ -15,7 +15,7 @@ from gpt2.train import state
 from gpt2.train.loop import Logged, train
 
 OF_CARD = (CARD, CURVES)
-TIMINGS = ("tokens_per_second", "seconds_left", "mfu")
+TIMINGS = ("tokens_per_second", "seconds_left", "mfu", "rank_tokens_per_second")
 
 
 def metrics(folder: Path) -> list[dict]:

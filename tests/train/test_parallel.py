@@ -14,6 +14,7 @@ from support.training import metrics, outcome
 from gpt2.errors import InputError
 from gpt2.train import state
 from gpt2.train.corpus import corpus
+from gpt2.train.evaluation import slowest
 from gpt2.train.loop import train
 from gpt2.train.recipe import Lora, Recipe
 
@@ -43,6 +44,9 @@ def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
     """Gradients that are summed instead of averaged, or taken from other rows, train another model without an error."""
     run = Run(replace(shared, parallel=how, grad_accum=parts), tmp_path / "run")
     assert job(size, run) == ["finished"] * size
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert all(len(row["rank_tokens_per_second"]) == size for row in rows if "val_loss" in row)
+    assert slowest((0.0, 900.0, 450.4)) == "slowest rank 2: 450 tok/s computing, fastest 900"  # rank 0 had no window
     assert furthest(alone, tmp_path / "run") < 1e-6
     mine, theirs = (load_file(folder / "best" / "model.safetensors") for folder in (tmp_path / "run", alone))
     assert {name: tensor.shape for name, tensor in mine.items()} == {name: tensor.shape for name, tensor in theirs.items()}
