@@ -1,5 +1,6 @@
 """Training in several processes: the same result as one process, errors on all ranks, and recovery from the loss of one."""
 
+import json
 import os
 import signal
 from dataclasses import replace
