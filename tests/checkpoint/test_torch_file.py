@@ -17,7 +17,7 @@ import pytest
 import torch
 from support.checks import PROC, all_same, refused, same
 from support.hf_layouts import TINY
-from support.torch_layouts import MAGIC, VERSION, Called, Stored, legacy_of, nanogpt, pickled, save, zip_of
+from support.torch_layouts import VERSION, Called, Stored, legacy_of, nanogpt, pickled, save, zip_of
 
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.containers.torch_file import PICKLE_LIMIT, TorchFile
@@ -123,22 +123,11 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "args",
-    [None, [], {1: 2}, {"a": [1]}, {"a": torch.ones(1)}, {"a": {"b": 1}}, {str(n): n for n in range(101)}, {"a": b"x"}],
-)  # fmt: skip
-def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
-    """Arguments for a config must be words and numbers, and few."""
-    assert TorchFile(save(tmp_path / "a", {"model": {"a": torch.ones(1)}, "model_args": args})).model_args is None
-
-
-@pytest.mark.parametrize(
     ("value", "says"),
     [
         ({}, "no tensors"),
         ({"model": {}}, "no tensor at model"),
         (torch.ones(1), "holds a tensor"),
-        (torch.nn.Parameter(torch.ones(1)), "holds a tensor"),
-        (None, "holds None"),
         ({"b": 1, "_metadata\n": None}, "no tensor at b, '_metadata"),
         ({"one": {"wte.weight": torch.ones(1)}, "two": [{"gpt.wpe.weight": torch.ones(1)}]}, "under one, two.0"),
         ({"a": torch.ones(1).expand(4)}, "a is expanded"),
@@ -147,7 +136,6 @@ def test_model_args_are_plain_or_none(tmp_path: Path, args: Any) -> None:
         ({"a": torch.ones(2, dtype=torch.complex64).conj().imag}, "a is a negated or conjugated view"),
         ({"a": torch.ones(2, 2).to_sparse()}, "a is of the kind sparse; save it as a plain dense"),
         ({"a": torch.empty(2, device="meta")}, "a is of the kind meta"),
-        ({"a": torch.nn.Parameter(torch.empty(2, device="meta"))}, "a is of the kind meta"),
         ({}, "a is of the kind qtensor"),
     ],
 )  # fmt: skip
@@ -170,18 +158,16 @@ run = partial(torch.load, weights_only=False)
 def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
     """Write a hostile file; return a reader that would run its code."""
     good = {"a": torch.ones(2)}
-    head = [pickled(MAGIC), pickled(VERSION), pickled({"little_endian": True})]
     match form:
         case "zip" | "legacy":
             save(path, {**good, "b": evil}, zipped=form == "zip")
-        case "bare" | "bare 0" | "bare 4":
-            path.write_bytes(pickle.dumps(evil, protocol=int(form[5:] or 2)))
+        case "bare":
+            path.write_bytes(pickle.dumps(evil, protocol=2))
             return unpickle
-        case "magic" | "version" | "sys_info":
-            at = ["magic", "version", "sys_info"].index(form)
-            head[at] = pickled([evil] if form == "sys_info" else evil)
+        case "magic":
+            head = [pickled(evil), pickled(VERSION), pickled({"little_endian": True})]
             legacy_of(path, pickled({}), {}, head=head)
-            return unpickle if form == "magic" else run
+            return unpickle
         case "keys":
             legacy_of(path, pickled({}), {}, keys=evil)
         case "device":  # a storage's id is a pickled value too
@@ -194,13 +180,10 @@ def hostile_file(form: str, path: Path, evil: Any) -> Callable[[Path], Any]:
             zip_of(path, pickled({evil: 1}), {})
         case "optimizer":
             save(path, {"model": good, "optimizer": {"state": {0: {"step": evil}}}}, zipped=False)
-        case "protocol 4":
-            torch.save({"b": evil}, path, pickle_protocol=4)
     return run
 
 
-PLACES = ["zip", "legacy", "bare", "bare 0", "bare 4", "magic", "version", "sys_info", "keys", "device", "hooks", "state", "key"]
-PLACES += ["optimizer", "protocol 4"]
+PLACES = ["zip", "legacy", "bare", "magic", "keys", "device", "hooks", "state", "key", "optimizer"]
 
 
 @pytest.mark.parametrize("form", PLACES)
@@ -256,15 +239,13 @@ def patched(signature: bytes, at: int, new: bytes, which: int = 0) -> Write:
     return write
 
 
-def archive(members: dict[str, bytes], last: int = zipfile.ZIP_STORED, offset: int | None = None) -> Write:
-    """A zip of these members, the last one compressed by ``last``, the first one said to be at ``offset``."""
+def archive(members: dict[str, bytes], last: int = zipfile.ZIP_STORED) -> Write:
+    """A zip of these members, the last one compressed by ``last``."""
 
     def write(path: Path) -> None:
         with zipfile.ZipFile(path, "w") as file:
             for name, content in members.items():
                 file.writestr(name, content, last if name == [*members][-1] else zipfile.ZIP_STORED)
-            if offset is not None:
-                file.infolist()[0].header_offset = offset
 
     return write
 
@@ -285,10 +266,8 @@ def large_directory(path: Path) -> None:
 CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
 ARCHIVES: list[tuple[Write, str]] = [
     (patched(CENTRAL, 20, b"\xff\xff\x00\x00\xff\xff\x00\x00", 1), "lies about archive/data/0"),  # past the directory
-    (patched(CENTRAL, 42, bytes(4), 1), "lies about archive/data"),  # two members share their data
     (patched(CENTRAL, 16, b"\x01\x02\x03\x04"), "checksum"),
     (patched(LOCAL, 26, b"\xff\xff", 1), "lies about archive/data/0"),
-    (archive({"archive/data.pkl": ONE}, offset=2**63), "lies about archive/data.pkl"),
     (large_directory, "claims 4,600,000 bytes"),
     (twice, "twice"),
     # A bomb: a kilobyte of zip that unpacks to a gigabyte of pickle.
@@ -296,7 +275,6 @@ ARCHIVES: list[tuple[Write, str]] = [
     (archive({"archive/data.pkl": ONE, "archive/data/0": bytes(8)}, zipfile.ZIP_BZIP2), "archive/data/0 in it is compressed"),
     # Other archives: NumPy's, a TorchScript program, two checkpoints in one.
     (archive({"a/data.pkl": ONE, "b/data.pkl": ONE}), "not one of torch.save"),
-    (archive({"a/data.pkl": ONE, "b/data/0": DATA}), "needs a storage of 8 bytes"),
     (archive({"a/data.pkl": bytes(PICKLE_LIMIT + 1), "a/data/0": DATA}), "no GPT-2 needs more than"),
     (archive({"a/data.pkl": ONE, "a/data/0": DATA, "a/byteorder": b"big"}), "big-endian"),
     (archive({"a/data.pkl": ONE, "a/data/0": DATA, "a/constants.pkl": b""}), "TorchScript"),
@@ -322,21 +300,15 @@ V3, RAW = torch._utils._rebuild_tensor_v3, Stored("storage", torch.UntypedStorag
 LIES = [
     (tensor(shape=(3,)), "reaches beyond"),
     (tensor(1), "reaches beyond"),
-    (tensor(shape=(0, 2**47, 2**47), stride=(1, 1, 1)), SENSE),
     (tensor(shape=(2**40,), stride=(0,)), "expanded"),
-    (tensor(-1), SENSE),
     (tensor(1, stride=(-1,)), SENSE),
     (tensor(shape=(2**48,)), SENSE),
-    (tensor(shape=(True,)), SENSE),
-    (tensor(shape=(1,) * 9, stride=(1,) * 9), SENSE),
     (Called(REBUILD, 0, 0, (2,), (1,)), SENSE),
-    (tensor(kind=torch.float32), "where a storage should be"),
     (tensor(key=0), "where a storage should be"),
     (tensor(count=2**60), "where a storage should be"),
     (tensor(0, (2,), (1,), False, {}, {"neg": True}), "negated"),
     (Called(torch._utils._rebuild_parameter, 1, False, {}), "of the kind parameter"),
     (Called(V3, RAW, 0, (2,), (1,), False, {}, torch.float64), "beyond"),
-    (Called(V3, RAW, 0, (2,), (1,), False, {}, "float32"), "is None"),
 ]  # fmt: skip
 
 
@@ -357,10 +329,7 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
     [
         ({"0": (3, DATA + bytes(4))}, None, {"a": tensor()}, "another size"),
         ({"0": (2, DATA[:-1])}, None, {"a": tensor()}, "where its storages end"),
-        ({"0": (2, DATA)}, None, {"a": tensor(count=2**47)}, "where its storages end"),
         ({"0": (2, DATA)}, ["0", "0"], {"a": tensor()}, "lists a storage '0'"),
-        ({"0": (2, DATA)}, [["0"]], {"a": tensor()}, "lists a storage ['0']"),
-        ({"0": (2, DATA)}, [], {"a": tensor()}, "where its storages end"),
         ({}, {"0": 1}, {"a": tensor()}, "needs a storage of 8 bytes"),
         # The length in bytes would depend on which of two dtypes is used.
         ({"0": (2, DATA)}, None, {"a": tensor(), "b": tensor(kind=torch.HalfStorage)}, "contradicts itself"),
@@ -369,16 +338,6 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
 def test_a_lying_list_of_storages_is_refused(tmp_path: Path, storages: Any, keys: Any, state: Any, says: str) -> None:
     """The old format says each length twice; torch allocates the first before it reads the second."""
     refused(lambda: TorchFile(legacy_of(tmp_path / "a", pickled(state), storages, keys=keys)), says)
-
-
-def test_a_message_does_not_unfold_what_a_pickle_folds(tmp_path: Path) -> None:
-    """Sixty nested calls, each with the previous one twice, have 2 ** 60 entries when printed."""
-    folded: Any = 1
-    for _ in range(60):
-        folded = Called(torch.Size, folded, folded)
-    for id in ((folded,), ("storage", [folded], folded, {"a": folded}, 1)):
-        path = zip_of(tmp_path / "a", pickled({"a": Called(REBUILD, Stored(*id), 0, (2,), (1,))}), {})
-        assert "torch.Size(...)" in refused(lambda path=path: TorchFile(path), "where a storage should be")
 
 
 @pytest.mark.parametrize("push", [b"N", b"}", b"]\x94", b"(", b"K\x01"])
@@ -392,19 +351,14 @@ def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pu
 HASH = 2**61 - 1  # CPython's modulus for the hash of an integer
 PUSHES = [
     (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", "no tensor at 'a key'"),  # its hash overflows C's stack
-    (b")" + b"\x85" * 150_000 + b".", "type tuple"),
     (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # contains itself
     (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds the object torch.Size"),
     (b"}(" + b"".join(b"\x8a\x0a" + (k * HASH).to_bytes(10, "little") + b"N" for k in range(1, 25_000)) + b"u.", "huge numbers"),
     (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
     (b"ccollections\nOrderedDict\n](](U\x01aK\x01e](U\x01aK\x01ee\x85R.", "key twice"),
-    (b"ccollections\nOrderedDict\n](](U\x01aee\x85R.", SENSE),
-    (b"h\x00.", SENSE),
     (b"X\xff\xff\xff\xff.", "cut short"),
-    (b"X\x03\x00\x00\x00\xed\xa0\x80.", "not UTF-8"),
     (b"(" + pickled(Called(os.mkdir, "canary"))[2:-1] + b"1}.", "no tensors need"),  # POP_MARK hides a call's result
     (b"cos\nsystem\n.", "the object os.system where"),
-    (b"c\x1b[2J\nsystem\n.", "x1b"),
     (b"\x8c\x02os\x8c\x06system\x93.", "the object os.system where"),
     (b"co\\x73\nsyst\\hem\n.", "x73"),  # must not escape: unpickling would import a module of this name
 ]  # fmt: skip
