@@ -65,9 +65,10 @@ def damaged(pick: random.Random, data: bytes, other: bytes) -> bytes:
     if pick.random() < 0.1:
         return data[: pick.randrange(len(data))]
     if data[:1] in b"{[" and pick.random() < 0.5:
-        lines = data.splitlines() if data.count(b"\n{") else [data]  # of a .jsonl
-        lines[0] = json.dumps(changed_json(json.loads(lines[0]), pick)).encode(errors="surrogatepass")
-        return b"\n".join(lines)
+        with contextlib.suppress(ValueError):
+            lines = data.splitlines() if data.count(b"\n{") else [data]  # of a .jsonl
+            lines[0] = json.dumps(changed_json(json.loads(lines[0]), pick)).encode(errors="surrogatepass")
+            return b"\n".join(lines)
     if data.startswith(b"PK") and pick.random() < 0.7:
         return changed_archive(pick, data, other)
     result = bytearray(data)

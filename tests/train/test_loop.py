@@ -310,12 +310,6 @@ def test_two_processes_do_not_share_a_folder(recipe, run):
     assert train(recipe, run).stopped == "finished"
 
 
-def test_a_file_in_the_folders_place(recipe, tmp_path):
-    (tmp_path / "file").write_text("")
-    assert "cannot write there (Not a directory)" in refusal(train, recipe, tmp_path / "file" / "run")
-    assert "cannot write there (File exists)" in refusal(train, recipe, tmp_path / "file")
-
-
 @pytest.mark.parametrize(("file", "at"), [("step-12/optimizer.safetensors", 8), ("metrics.jsonl", 5)])
 def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, file, at):
     """A full disk must not leave a half-written checkpoint under a final name, nor delete the old one too early. If it did not

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 from support.checks import content
 from support.commands import mistake, refusal
@@ -225,14 +224,3 @@ def test_only_a_model_s_own_files_are_sent(model: Path) -> None:
     sent = {file.name for file in planned.files}
     assert others <= set(planned.left_out)
     assert not others & sent
-
-
-def test_the_hub_reads_the_card_and_refuses_a_bad_key(model: Path, hub: HubStandIn) -> None:
-    """The Hub refuses a whole commit for one bad key of its card: here a licence that does not exist."""
-    data = ModelCard.load(model / "README.md").data
-    assert data.pipeline_tag == "text-generation"
-    assert [result.metric_type for result in data.eval_results] == ["loss", "perplexity", "bits_per_byte"]
-    edit("README.md", "tags:\n", "license: no-such-licence\ntags:\n")(model)
-    planned = plan(model, "me/tiny")
-    assert "license" in (said := refusal(lambda: send(planned, look(planned, public=False))))
-    assert said.endswith("correct it and publish again")

@@ -166,25 +166,6 @@ def test_a_damaged_part_is_seen_before_a_run_goes_on(by_two, tmp_path, damage, s
     assert f"{SECOND} {says}" in skipped
 
 
-class OwnFolder(Run):
-    """A run on two machines that share no disk."""
-
-    def __call__(self, rank: int) -> str:
-        self.folder = self.folder / f"machine {rank}"
-        return super().__call__(rank)
-
-
-@pytest.mark.slow
-def test_ranks_that_share_no_disk_leave_it_to_rank_0(recipe, tmp_path):
-    """Parts on the disks of two machines are no checkpoint on either."""
-    shared = replace(recipe, batch_size=6, parallel="fsdp", steps=4)
-    assert job(2, OwnFolder(shared, tmp_path)) == ["finished"] * 2
-    step = tmp_path / "machine 0" / "step-4"
-    assert (step / "model.safetensors").is_file()
-    assert (step / "optimizer.safetensors").is_file()
-    assert not (tmp_path / "machine 1").exists()
-
-
 class FullDisk(Run):
     """A run whose disk is full when rank 0 begins a checkpoint."""
 
