@@ -94,16 +94,12 @@ class StepFindings:
     ) -> None:
         """Add a cause, once for each place: a part, or parameters. ``detail``: what the step does; ``seen``: how we know."""
         places = (Place(None, where),) if isinstance(where, str) else self.places(where)
-        if (id, places) not in [(one.id, one.places) for one in self.causes]:
-            self.causes.append(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
+        self.take(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
 
-    def merge(self, other: StepFindings) -> None:
-        """Add what others found, each cause once for each place."""
-        here = [(one.id, one.places) for one in self.causes]
-        self.causes += [one for one in other.causes if (one.id, one.places) not in here]
-        self.notes += other.notes
-        self.errors |= other.errors
-        self.unknown |= other.unknown
+    def take(self, cause: Cause) -> None:
+        """Add a cause, unless one of its id is known at its places."""
+        if (cause.id, cause.places) not in [(one.id, one.places) for one in self.causes]:
+            self.causes.append(cause)
 
     def leave_open(self, stage: str, why: str) -> None:
         """Say that not all of a stage is explained, and why."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 
 import torch
 from torch import nn
@@ -124,16 +123,11 @@ class StepExamination:
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         moves = StepMoves(sessions, self.settings, roles)
-        if moves.moving:
+        if moves.fits:
             UpdateJudge(findings, moves).judge()
-            hidden = moves.way if moves.way.kind else self.clip.way  # of gradients that only the update uses
-            self.clip.way = replace(hidden, share=self.clip.way.share * moves.way.share)
-            summed = [one.gradient.total for session in sessions for one in session if one.summed]
-            if summed and not moves.odd:
-                self.clip.largest = moves.way.share * max(summed)
         judge_clipping(findings, self.clip, self.settings.clip)
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
-        known = bool(moves.moving) and not moves.odd
+        known = bool(moves.fits) and not moves.odd
         silent = sum(not (call.updates if known else call.changes) for call in self.calls)
         if 0 < silent < len(self.calls):
             findings.add("update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
@@ -142,23 +136,22 @@ class StepExamination:
         still = [name for name, g in arrived.items() if name in self.sampler.parameters and float(g.norm()) > limit]
         still = [name for name in still if not any(update.moves(name) for update in updates)]
         # half precision hides changes where a copy is rounded
-        if still and moves.moving and not (moves.odd and self.subject.halved):
+        if still and moves.fits and not (moves.odd and self.subject.halved):
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
 
     def _loss(self) -> None:
-        findings, self.read, earlier = self.findings, False, len(self.findings.causes)
+        findings, earlier, read = self.findings, len(self.findings.causes), False
         for number, call in enumerate(self.calls):
-            own = self._loss_of(call, random_batch(self.ours.config, self.settings, number))
+            seen = self._judge_loss(findings, call, random_batch(self.ours.config, self.settings, number))
             if number > 0:
                 call.forwards.clear()
-            if own is None and number == 0:
+            elif not seen:
                 words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
                 findings.leave_open("loss", words)
+            read = read or seen
+            if "loss" in findings.unknown:
                 break
-            if own is not None:
-                self.read = True
-                findings.merge(own if number == 0 else StepFindings(self._places, own.causes))  # a later call only adds causes
-        if self.read and (self.settings.padded or not findings.causes[earlier:]):
+        if read and (self.settings.padded or not findings.causes[earlier:]):
             self._padded()
         dropouts = [p for call in self.calls for p in call.dropouts]
         if self.settings.dropout is not None or dropouts:
@@ -168,29 +161,30 @@ class StepExamination:
                 "logits-half-precision", "loss", "the logits are rounded to half precision before the softmax", OPERATORS
             )
 
-    def _loss_of(self, call: Watched, batch: StepBatch) -> StepFindings | None:
-        reading, own = read_loss(call.forwards, batch), StepFindings(self._places)
-        if reading is None:
-            return None
-        judge_loss(own, batch, reading, self.clip.way.share, self.ours.config.eos_token_id)
-        return own
+    def _judge_loss(self, findings: StepFindings, call: Watched, batch: StepBatch) -> bool:
+        """Add the causes in what a call was trained on; return whether the gradient of its logits was seen."""
+        reading = read_loss(call.forwards, batch)
+        if reading is not None:
+            judge_loss(findings, batch, reading, self.clip.way.share, self.ours.config.eos_token_id)
+        return reading is not None
 
     def _padded(self) -> None:
         """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
-        batch = random_batch(self.ours.config, self.settings, 50, ignored=True)
+        batch, own = random_batch(self.ours.config, self.settings, 50, ignored=True), StepFindings(self._places)
         try:
             (call,), _ = self.subject.session([batch])
         except InputError:
             return
-        own = self._loss_of(call, batch) if math.isfinite(call.loss) else None
-        found = [one for one in (own.causes if own else []) if one.id in PADDED]
-        if self.settings.padded:
-            self.findings.merge(StepFindings(self._places, found))
-        else:
-            self.findings.notes += [f"where targets are -100 (yours need not be): {one.detail} ({one.id})" for one in found]
+        if math.isfinite(call.loss):
+            self._judge_loss(own, call, batch)
+        for cause in (cause for cause in own.causes if cause.id in PADDED):
+            if self.settings.padded:
+                self.findings.take(cause)
+            else:
+                self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
 
     def _gradients(self) -> None:
-        findings = self.findings
+        findings, first = self.findings, self.calls[0]
         if self.untied:
             detail = (
                 f"the head and the token embedding are two parameters ({' and '.join(self.untied)}); each gets its own gradient"
@@ -199,9 +193,7 @@ class StepExamination:
         if self.roles.mapping is None or not self.forward.ok:
             words = "your forward pass is not ours, so the gradients of your parameters were not compared with ours"
             findings.notes.append(words)
-        elif self.read:
-            first = self.calls[0]
-            passes = [one for one in first.forwards if one.gradient is not None]
+        elif passes := [one for one in first.forwards if one.gradient is not None]:
             if len(first.updates) > 1:  # then there is a backward pass for each
                 passes = passes[: len(first.first_backwards)]
             made = expected_gradients(self.ours.config, self._state(), self.roles, self.sampler, passes)

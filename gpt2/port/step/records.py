@@ -70,8 +70,7 @@ class Update:
     """One update of the parameters: their values before and after, and the gradient that it used.
 
     ``held``: the gradient after the last backward pass before it, where that is known too. ``backwards``: how many of this call
-    come before it; ``call``: the number of the call in its session. ``summed``: the backward passes whose gradients were added up
-    here, because ``.grad`` does not hold them.
+    come before it; ``call``: the number of the call in its session.
     """
 
     before: Samples = field(default_factory=dict)
@@ -80,7 +79,6 @@ class Update:
     held: Gradient = field(default_factory=Gradient)
     backwards: int = 0
     call: int = 0
-    summed: int = 0
 
     def moves(self, name: str) -> bool:
         """Whether a parameter changes."""
@@ -139,14 +137,11 @@ def updates_of(calls: Sequence[Watched]) -> list[Update]:
     for number, call in enumerate(calls):
         done = 0
         for one in call.updates:
-            passes, update = call.backwards[done : one.backwards], replace(one, call=number)
-            if not one.gradient and one.held and passes:
-                update = replace(update, gradient=one.held, held=Gradient())
-            elif not one.gradient and passes:
-                used = reduce(Gradient.plus, (backward.arrived for backward in passes))
-                update = replace(update, gradient=used, held=Gradient(), summed=len(passes))
-            found.append(update)
-            done = one.backwards
+            passes, done = call.backwards[done : one.backwards], one.backwards
+            if passes and not one.gradient:  # .grad is emptied before the update, or never filled
+                used = one.held or reduce(Gradient.plus, (backward.arrived for backward in passes))
+                one = replace(one, gradient=used, held=Gradient())
+            found.append(replace(one, call=number))
     return found
 
 

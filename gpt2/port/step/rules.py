@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,32 +32,37 @@ BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
 EPSILONS = (1e-8, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
 DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
 
-# The step whose factors correct the moments' bias: the right one, none, or the one after.
-Correction = Literal["full", "none", "late"]
-# Where eps is added: to the corrected root, inside the root, or to the root before its correction.
-EpsPlace = Literal["outside", "inside", "before"]
-CORRECTIONS: tuple[Correction, ...] = get_args(Correction)
-PLACES: tuple[EpsPlace, ...] = get_args(EpsPlace)
-
 
 @dataclass(frozen=True)
 class Rule:
     """An optimizer's formula, without its rate and its decoupled decay.
 
-    ``coupled``: a decay that is added to the gradient. ``lost``: the moments begin at zero in every step; ``counted``: but the
-    number of the step, for their correction, does not.
+    ``correction``: by the factors of the right step, by none, or by those of the step after. ``place``: eps is added to the
+    corrected root, inside the root, or to the root before its correction. ``coupled``: a decay that is added to the gradient.
+    ``lost``: the moments begin at zero in every step; ``counted``: but the number of the step, for their correction, does not.
     """
 
     kind: Literal["adam", "sgd"] = "adam"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = 1e-8
-    correction: Correction = "full"
-    place: EpsPlace = "outside"
+    correction: Literal["full", "none", "late"] = "full"
+    place: Literal["outside", "inside", "before"] = "outside"
     amsgrad: bool = False
     coupled: float = 0.0
     lost: bool = False
     counted: bool = False
+
+
+# How a formula departs from AdamW's: a field of the rule and its value, the cause, and words.
+DEPARTURES: tuple[tuple[str, Any, str, str], ...] = (
+    ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
+    ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
+    ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
+    ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
+    ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
+    ("amsgrad", True, "amsgrad", "the largest second moment so far is used"),
+)
 
 
 class Track(NamedTuple):
@@ -143,6 +148,33 @@ def fit(track: Track, rule: Rule, earlier: Track | None = None) -> RuleFit:
     return RuleFit(rule, rates, decays, error, ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf)))
 
 
+def variants(settings: StepSettings) -> list[Rule]:
+    """Return the table of rules that people write: AdamW first, and the usual mistakes before the rare."""
+    adam, sgd = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999), Rule("sgd", 0.0)
+    momentum = replace(sgd, beta1=0.9)
+
+    def departing(rule: Rule) -> list[Rule]:
+        return [replace(rule, **{field: value}) for field, value, *_ in DEPARTURES]
+
+    lost, *others = departing(adam)
+    rules = [adam, lost, sgd, replace(lost, counted=True), momentum]
+    rules += [replace(adam, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay]
+    rules += [*others, replace(adam, beta1=0.0, correction="none"), *(two for one in others for two in departing(one)[1:])]
+    rules += [replace(one, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay for one in (*others, momentum)]
+    return list(dict.fromkeys(rules))
+
+
+def constants(rule: Rule, settings: StepSettings) -> Iterator[Rule]:
+    """Yield a rule with other usual betas, also swapped, and AdamW with another eps too; then with another eps alone."""
+    adam, given = rule.kind == "adam", (settings.beta1, settings.beta2)
+    firsts = [*filter(None, given), *BETAS1] if rule.beta1 else [0.0]
+    seconds = [*filter(None, given), *BETAS2] if adam else [rule.beta2]
+    plain = rule == Rule(beta1=rule.beta1, beta2=rule.beta2)
+    for a, b in itertools.product(firsts, seconds) if not rule.lost or rule.counted else ():
+        yield from (replace(rule, beta1=a, beta2=b, eps=eps) for eps in (rule.eps, *(EPSILONS if plain else ())))
+    yield from (replace(rule, eps=eps) for eps in (EPSILONS if adam else ()))
+
+
 def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
     """Return the error of a rule on some parameters together, each with its own rates and decays, relative to all changes."""
     sizes = [float((track.change**2).sum()) for track in tracks]
@@ -150,60 +182,26 @@ def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
     return math.sqrt(sum(errors) / max(sum(sizes), 1e-300))
 
 
-def rule_table(settings: StepSettings) -> list[Rule]:
-    """Return the rules that people write, AdamW and the usual mistakes before the rare."""
-    adam = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999)
-    sgd, lost, largest = Rule("sgd", 0.0), replace(adam, lost=True), replace(adam, amsgrad=True)
-    coupled = [replace(adam, coupled=decay) for decay in dict.fromkeys((settings.weight_decay, *DECAYS)) if decay]
-    rules = [adam, lost, sgd, replace(lost, counted=True), replace(sgd, beta1=0.9), *coupled[:2]]
-    rules += [replace(adam, correction=c, place=p) for c, p in itertools.product(CORRECTIONS, PLACES)]
-    rules += [largest, replace(adam, beta1=0.0, correction="none"), replace(largest, place="inside")]
-    for one in coupled:
-        rules += [one, replace(one, correction="none"), replace(one, correction="late"), replace(one, place="inside")]
-        rules += [replace(one, amsgrad=True), replace(sgd, beta1=0.9, coupled=one.coupled)]
-    return list(dict.fromkeys(rules))
-
-
-def constants(rule: Rule, settings: StepSettings, epsilons: Sequence[float] = ()) -> Iterator[Rule]:
-    """Yield a rule with other usual constants: betas, also swapped, each with ``epsilons`` too; then an eps."""
-    one, two = settings.beta1, settings.beta2
-    firsts, seconds = ([b for b in dict.fromkeys(row) if b is not None] for row in ((one, *BETAS1, two), (two, *BETAS2, one)))
-    pairs = itertools.product(firsts if rule.beta1 else [0.0], seconds if rule.kind == "adam" else [rule.beta2])
-    for a, b in pairs if (rule.beta1 or rule.kind == "adam") and not (rule.lost and not rule.counted) else ():
-        yield from (replace(rule, beta1=a, beta2=b, eps=eps) for eps in (rule.eps, *epsilons))
-    if rule.kind == "adam":
-        yield from (replace(rule, eps=eps) for eps in EPSILONS)
-
-
-def recognised_rule(tracks: Sequence[Track], settings: StepSettings, quick: bool = False) -> tuple[Rule, float]:
+def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: Array | None = None) -> tuple[Rule, float]:
     """Return the rule that moved some parameters, and its error: AdamW as the settings say, or the first of the table that does.
 
-    ``quick``: with the constants of the settings alone.
+    ``expected``: the rates (K,) of the settings. A factor of a step cannot be told from its rate: moments without correction move
+    a parameter as those do whose eps is added before the correction, at other rates. So rates that are steady beside the expected
+    ones decide between rules that give the same changes.
     """
-    tracks, table = [track.sample for track in tracks], rule_table(settings)
-    others = (constants(rule, settings, EPSILONS if rule is table[0] else ()) for rule in ([] if quick else table))
+    tracks, table = [track.sample for track in tracks], variants(settings)
     best, error = table[0], math.inf
-    for number, rule in enumerate(itertools.chain(table, *others)):
+    for number, rule in enumerate(itertools.chain(table, *(constants(rule, settings) for rule in table))):
         if error <= (EXACT if number < len(table) else FITS):
             break
         if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
             best, error = rule, own
-    return best, error
-
-
-def plainest(rule: Rule, tracks: Sequence[Track], expected: Array) -> Rule:
-    """Return the rule whose rates (K,) are steady beside the ``expected`` ones, of those that give the same changes.
-
-    A factor of a step cannot be told from its rate: moments without correction move a parameter as those do whose eps is added
-    before the correction, at other rates.
-    """
-    if rule.kind != "adam" or rule.lost or not bool((expected > 0).all()):
-        return rule
-    tracks = [track.sample for track in tracks]
-    most = max(EXACT, 2 * error_of(rule, tracks))
-    alike = (replace(rule, correction=c, place=p) for p in PLACES for c in CORRECTIONS)
-    alike = (one for one in alike if error_of(one, tracks) <= most)
-    return next((one for one in alike if spread(rates_of(tracks, one) / expected) < STEADY), rule)
+    if expected is None or best.kind == "sgd" or best.lost or not bool((expected > 0).all()):
+        return best, error
+    alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in ("full", "none", "late")]
+    alike = [one for one in alike if error_of(one, tracks) <= max(EXACT, 2 * error)]
+    steady = (one for one in alike if spread(rates_of(tracks, one) / expected) < STEADY)
+    return next(steady, best), error
 
 
 def rates_of(tracks: Sequence[Track], rule: Rule) -> Array:

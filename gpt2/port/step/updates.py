@@ -10,67 +10,50 @@ from statistics import median
 import numpy as np
 import torch
 
-from gpt2.port.step import rules
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.clipping import LIMITS, Clip, ClipKind
 from gpt2.port.step.records import Update
-from gpt2.port.step.rules import FITS, ROUNDED, STEADY, Array, Rule, RuleFit, Track, fit, spread
+from gpt2.port.step.rules import DEPARTURES, FITS, ROUNDED, Array, Rule, RuleFit, Track, fit, recognised_rule, spread
 from gpt2.port.step.settings import StepSettings
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
 CLOSE = 1e-4  # relative difference of constants that are meant to be equal
-# How a formula departs: what it is in a rule, the cause, and words.
-FORMULAS = (
-    ("amsgrad", True, "amsgrad", "the largest second moment so far is used"),
-    ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
-    ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
-    ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
-    ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
-    ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
-)
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
-LARGE = ("matrix", "embedding")  # what decays
 
 
-def tracks_of(updates: Sequence[Update], names: Collection[str], way: Clip) -> dict[str, Track]:
-    """Return the tracks of some parameters over a session, whose updates use their gradients in this way."""
-    used = [way.used(one.gradient, [name for name in names if name in one.gradient]) for one in updates]
+def tracks_of(updates: Sequence[Update], names: Collection[str]) -> dict[str, Track]:
+    """Return the tracks of some parameters over a session."""
     tracks = {}
     for name in names:
-        rows = [own.get(name, torch.zeros_like(one.before[name])) for own, one in zip(used, updates, strict=True)]
         before, after = (torch.stack([getattr(one, side)[name] for one in updates]).numpy() for side in ("before", "after"))
-        seen = np.array([name in own for own in used])
-        tracks[name] = Track(before, torch.stack(rows).numpy(), after - before, seen)
+        seen = np.array([name in one.gradient for one in updates])
+        gradients = [one.gradient[name].values if name in one.gradient else 0 * one.before[name] for one in updates]
+        tracks[name] = Track(before, torch.stack(gradients).numpy(), after - before, seen)
     return tracks
 
 
 class StepMoves:
     """The rule and the fit of each parameter that moves in the first session; ``odd``: those that no rule explains.
 
-    ``kept``: moments go on from one session to the next. ``way``: what updates use of gradients that ``.grad`` never holds.
+    ``kept``: moments go on from one session to the next.
     """
 
     def __init__(self, sessions: Sequence[Sequence[Update]], settings: StepSettings, roles: Mapping[str, str]) -> None:
-        self.sessions, self.settings, self.roles = sessions, settings, roles
-        first = sessions[0]
+        self.settings, self.roles, first = settings, roles, sessions[0]
         self.calls = np.array([one.call for one in first])
-        self.moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
+        moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
         self.kept = False
-        if not self.moving:
+        if not moving:
             return
-        names = [name for name in self.moving if roles[name] == "matrix"] or self.moving
-        self.chosen = [names[len(names) // 3], names[2 * len(names) // 3]] if len(names) > 2 else names
-        said = [settings.rate(call) if settings.scheduled else 1.0 for call in self.calls]
-        self.expected = np.where(np.array(said) == 0, np.nan, said)
-        self.way, rule, error = self._rule_of_most()
-        rule = rules.plainest(rule, self._tracks(self.way), self.expected)
-        tracks = tracks_of(first, self.moving, self.way)
+        tracks, names = tracks_of(first, moving), [name for name in moving if roles[name] == "matrix"] or moving
+        said = np.array([settings.rate(call) if settings.scheduled else 1.0 for call in self.calls])
+        chosen = [tracks[names[part * len(names) // 3]] for part in (1, 2)]
+        rule, error = recognised_rule(chosen, settings, np.where(said == 0, np.nan, said))
         for name, track in tracks.items():
             self._add(name, track, rule, error)
-        self._test_later(tracks)
+        self._test_later(sessions[1:], tracks)
 
     @property
     def rule(self) -> Rule:
@@ -82,54 +65,29 @@ class StepMoves:
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
-    def _rule_of_most(self) -> tuple[Clip, Rule, float]:
-        """Return the rule of two parameters, its error, and what it uses of gradients that ``.grad`` does not hold."""
-        parts = max(update.summed for session in self.sessions for update in session)
-        shares = dict.fromkeys((1 / max(parts, 1), 1.0))
-        ways = [Clip(share=share) for share in shares]
-        found = (ways[0], *rules.recognised_rule(self._tracks(ways[0]), self.settings))
-        if not parts and found[2] <= ROUNDED:
-            return found
-        limits = [limit for limit in dict.fromkeys((self.settings.clip, *LIMITS)) if limit]
-        ways += [Clip(ClipKind.NORM, limit, share) for limit in limits for share in shares]
-        explained = []
-        for way, quick in [*((way, True) for way in ways), *((way, False) for way in ways[: 2 * len(shares)])]:
-            tracks = self._tracks(way)
-            rule, error = rules.recognised_rule(tracks, self.settings, quick)
-            later = (track for number in range(1, len(self.sessions)) for track in self._tracks(way, number))
-            if error <= FITS and all(fit(track, rule).error <= ROUNDED for track in later):
-                explained.append((way, rule, error))
-                if spread(rules.rates_of(tracks, rule) / self.expected) <= STEADY:
-                    return explained[-1]
-        return explained[0] if explained else found
-
-    def _tracks(self, way: Clip, session: int = 0) -> list[Track]:
-        return list(tracks_of(self.sessions[session], self.chosen, way).values())
-
     def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
-        found, tried = fit(track, rule), list(dict.fromkeys([rule, *(one.rule for one in self.known.values())]))
+        found = fit(track, rule)
         if found.error > FITS:
-            tried += [replace(one, coupled=decay) for one in tried for decay in (0.0, self.settings.weight_decay or 0.0)]
-            other = min((fit(track, one) for one in tried), key=lambda one: one.error)
-            found = other if other.error < found.error / 1.1 else found
+            tried = dict.fromkeys([rule, *(one.rule for one in self.known.values())])
+            decays = (None, 0.0, self.settings.weight_decay or 0.0)
+            every = (one if decay is None else replace(one, coupled=decay) for decay in decays for one in tried)
+            found = min((fit(track, one) for one in every), key=lambda one: one.error * (1.0 if one.rule == rule else 1.1))
         if found.error > FITS and error <= ROUNDED:
-            own = fit(track, rules.recognised_rule([track], self.settings)[0])
+            own = fit(track, recognised_rule([track], self.settings)[0])
             found = own if own.error < found.error / 30 else found
         self.fits[name] = found
         self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
 
-    def _test_later(self, tracks: dict[str, Track]) -> None:
-        """Test the rules in the later sessions, from moments of zero or those that the session before left."""
-        for session in self.sessions[1:]:
-            later, fits = tracks_of(session, self.moving, self.way), self.known
-            moved = [name for name in fits if bool((later[name].change != 0).any())]
-            fresh = [name for name in moved if fit(later[name], fits[name].rule).error <= ROUNDED]
-            rest = [name for name in moved if name not in fresh]
-            going_on = [name for name in rest if fit(later[name], fits[name].rule, tracks[name]).error <= ROUNDED]
-            failed = [name for name in rest if name not in going_on]
-            self.kept = len(going_on) > len(fresh)
-            if self.kept or failed:
+    def _test_later(self, sessions: Sequence[Sequence[Update]], tracks: dict[str, Track]) -> None:
+        """Test the rules in later sessions, from moments of zero or those that the session before left."""
+        for session in sessions:
+            later = tracks_of(session, self.known)
+            moved = {name: one.rule for name, one in self.known.items() if bool((later[name].change != 0).any())}
+            rest = [name for name, rule in moved.items() if fit(later[name], rule).error > ROUNDED]
+            failed = [name for name in rest if fit(later[name], moved[name], tracks[name]).error > ROUNDED]
+            self.kept = 2 * len(rest) - len(failed) > len(moved)
+            if rest:
                 self.odd += failed if len(failed) > len(self.fits) // 4 else []
                 return
             tracks = later
@@ -173,17 +131,23 @@ class UpdateJudge:
         rule, at = moves.rule, f"at a rate of {_listed(moves.rates)}"
         if rule.kind != "adam":
             self._add("optimizer-sgd", f"SGD{f' with a momentum of {rule.beta1:.4g}' if rule.beta1 else ''}, {at}")
-        elif rule.beta1 < 1e-6 and rule.correction == "none":
+            return
+        if rule.beta1 < 1e-6 and rule.correction == "none":
             self._add("optimizer-other", f"RMSprop, {at}: no first moment, no correction")
-        else:
-            for name, value, id, words in FORMULAS:
-                if getattr(rule, name) == value and not (rule.lost and name in ("correction", "place")):
-                    self._add(id, words.format(eps=rule.eps))
-            self._constants(rule)
-            self._rates()
-            self._decays()
-            if moves.kept:
-                self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
+            return
+        for name, value, id, words in DEPARTURES:
+            if getattr(rule, name) == value and not (rule.lost and name in ("correction", "place")):
+                self._add(id, words.format(eps=rule.eps))
+        self._constants(rule)
+        self._rates()
+        coupled = {name: one.rule.coupled for name, one in moves.known.items() if one.rule.coupled}
+        values = {name: decay for name, one in moves.known.items() if (decay := one.decay) is not None} | coupled
+        if coupled:
+            how = "is added to the gradient, and so divided by the root of its second moment"
+            self._add("decay-coupled", f"{median(coupled.values()):.4g} times the parameter {how}", list(coupled))
+        self._decays(values, moves.settings.weight_decay, bool(coupled))
+        if moves.kept:
+            self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
 
     def _add(self, id: str, detail: str, where: str | Collection[str] = "optimizer", fix: str = "") -> None:
         self.findings.add(id, where, detail, FITTED, fix)
@@ -210,70 +174,60 @@ class UpdateJudge:
                 self._add("eps-wrong", f"{eps}, not {EPSILON:g}", fix=fix)
 
     def _rates(self) -> None:
-        moves, settings = self.moves, self.moves.settings
+        moves, settings, rates = self.moves, self.moves.settings, self.moves.rates
         twice = [name for name, factor in moves.factors.items() if abs(factor - 2) < 0.02]
         if twice:
             self._add("parameter-twice", "these parameters move twice as far as the others", twice)
         if others := [name for name in moves.factors if name not in twice]:
             times = median(moves.factors[name] for name in others)
             self._add("rate-wrong", f"the rate of these parameters is {times:.6g} times that of the others", others)
-        rates, steady = moves.rates, spread(moves.rates) <= CLOSE
-        if settings.lr is None or not (steady or settings.scheduled):
-            self._read_off(f"a rate of {_listed(rates)}" + ("" if steady else " (it changes from step to step)"))
+        if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled):
+            self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
-        # the rates that the settings say, also those of the steps after and before
-        expected, after, before = (np.array([settings.rate(max(0, call + by)) for call in moves.calls]) for by in (0, 1, -1))
-        said, live = f"a rate of {_listed(rates)}, not {_listed(expected)}", expected != 0
-        shifted = [which for which, one in (("after", after), ("before", before)) if _same(rates, one)]
+        # the rates that the settings say, and those of the steps after and before
+        expected, *shifted = (np.array([settings.rate(max(0, call + by)) for call in moves.calls]) for by in (0, 1, -1))
+        said = f"a rate of {_listed(rates)}, not {_listed(expected)}"
         if _same(rates, expected):
             return
-        if shifted:
-            self._add("schedule-step", f"the rate of each step is that of the one {shifted[0]}: {_listed(rates)}")
-        elif bool(live.any()) and spread(rates[live] / expected[live]) <= CLOSE:
+        if which := [words for words, one in zip(("after", "before"), shifted, strict=True) if _same(rates, one)]:
+            self._add("schedule-step", f"the rate of each step is that of the one {which[0]}: {_listed(rates)}")
+        elif expected.any() and spread(rates[expected != 0] / expected[expected != 0]) <= CLOSE:
             self._add("rate-wrong", said, fix=f"lr={expected[0]:g}, in all groups" if spread(expected) <= CLOSE else "")
         else:
-            late = any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in (after, before))
+            late = any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in shifted)
             for id in ("rate-wrong", "schedule-step") if late else ("schedule-wrong",):
                 self._add(id, said)
 
-    def _decays(self) -> None:
-        """Add the causes in the decay: which parameters decay, by how much, and how."""
-        moves, wanted = self.moves, self.moves.settings.weight_decay
-        coupled = {name: one.rule.coupled for name, one in moves.known.items() if one.rule.coupled}
-        values = {name: decay for name, one in moves.known.items() if (decay := one.decay) is not None} | coupled
-        if coupled:
-            how = "is added to the gradient, and so divided by the root of its second moment"
-            self._add("decay-coupled", f"{median(coupled.values()):.4g} times the parameter {how}", list(coupled))
+    def _decays(self, values: dict[str, float], wanted: float | None, coupled: bool) -> None:
+        """Add the causes in the decays of parameters: which of them decay, by how much, and how."""
+        moves = self.moves
         decaying = {role: [name for name in values if values[name] and moves.roles[name] == role] for role in WORDS}
         if wanted is None:
             some = [value for value in values.values() if value]
             on = ", ".join(WORDS[role] for role, names in decaying.items() if names)
             self._read_off(f"a weight decay of {median(some):.4g}, on {on}" if some else "no weight decay")
             return
-        if small := [name for name in values if values[name] and moves.roles[name] in ("norm", "bias")]:
+        if small := decaying["norm"] + decaying["bias"]:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
-        large = [name for name in values if moves.roles[name] in LARGE]
-        names, bare = ([name for name in large if bool(values[name]) is decays] for decays in (True, False))
+        names = decaying["matrix"] + decaying["embedding"]
+        bare = [name for name in values if moves.roles[name] in ("matrix", "embedding") and name not in names]
         if wanted and bare:
             embeddings = decaying["matrix"] and all(moves.roles[name] == "embedding" for name in bare)
             self._add("decay-not-on-embeddings" if embeddings else "decay-missing", "these do not decay", bare)
         if not names:
             return
         names = [name for name in names if name not in moves.factors] or names
-        value, live = median(values[name] for name in names), np.abs(moves.rates) > 0
+        value, live, found = median(values[name] for name in names), moves.rates != 0, [moves.fits[name] for name in names]
         if wanted and not coupled:
-            found = [moves.fits[name] for name in names]
-            lost = [
-                np.abs(1 - (one.rates / moves.rates)[live] - one.decays[live]) < 0.1 * np.abs(one.decays[live]) for one in found
-            ]
-            if np.all(lost) and len(names) < len(moves.fits):
+            short = [np.abs(1 - (one.rates / moves.rates + one.decays)[live]) for one in found]
+            later = [error < 0.1 * np.abs(one.decays[live]) for error, one in zip(short, found, strict=True)]
+            if np.all(later) and len(names) < len(moves.fits):
                 self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
             raw = np.nanmedian(np.stack([one.decays for one in found]), axis=0)
             if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(moves.rates)) - 1) > 1e-3:
-                self._add(
-                    "decay-without-rate", f"in each step {wanted:g} of the parameter is taken off, whatever the rate", names
-                )
+                words = f"in each step {wanted:g} of the parameter is taken off, whatever the rate"
+                self._add("decay-without-rate", words, names)
                 return
         if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):
             fix = f"weight_decay={wanted:g}, for these parameters"
