@@ -3,44 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from statistics import median
+from typing import NamedTuple
 
 from torch import Tensor
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.records import Gradient, Samples, Update
+from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import spread
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal
 EXACT, FITS = 1e-5, 1e-3  # relative errors of a gradient: as it is; clipped (torch adds 1e-6 to the norm before it divides)
-LIMITS = (1.0, 0.5, 0.25, 2.0, 5.0, 0.1, 10.0, 0.01, 0.05, 0.001, 0.005)  # that people clip to
 
 
-class ClipKind(Enum):
-    """What must not exceed the limit: a measure of the whole gradient, of each parameter, or each entry."""
+class ClipKind(NamedTuple):
+    """A measure that must not exceed the limit, for each parameter; the cause that a clip by it is, and words."""
 
-    NORM = "norm"
-    LARGEST = "largest absolute value"
-    PARAMETER = "norm of each parameter"
-    ENTRY = "each entry"
-
-    def sizes(self, gradient: Gradient) -> dict[str, float]:
-        """Return what is compared with the limit, for each parameter."""
-        if self in (ClipKind.PARAMETER, ClipKind.ENTRY):
-            return {name: one.two if self is ClipKind.PARAMETER else one.largest for name, one in gradient.items()}
-        largest = max((one.largest for one in gradient.values()), default=0.0)
-        return dict.fromkeys(gradient, largest if self is ClipKind.LARGEST else gradient.total)
+    id: str
+    words: str
+    sizes: Callable[[Gradient], dict[str, float]]
 
 
-WORDS = {
-    ClipKind.LARGEST: ("clip-norm", "its largest absolute value is clipped to {:.6g}"),
-    ClipKind.ENTRY: ("clip-by-value", "entries beyond {:.6g} are cut"),
-    ClipKind.PARAMETER: ("clip-per-tensor", "that of each parameter is clipped to {:.6g}"),
-}
+NORM = ClipKind("clip-threshold", "the norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, g.total))
+LARGEST = ClipKind(
+    "clip-norm",
+    "its largest absolute value is clipped to {:.6g}",
+    lambda g: dict.fromkeys(g, max((one.largest for one in g.values()), default=0.0)),
+)
+EACH = ClipKind("clip-per-tensor", "that of each parameter is clipped to {:.6g}", lambda g: {n: one.two for n, one in g.items()})
+ENTRY = ClipKind("clip-by-value", "entries beyond {:.6g} are cut", lambda g: {n: one.largest for n, one in g.items()})
 
 
 @dataclass(frozen=True)
@@ -51,20 +45,17 @@ class Clip:
     limit: float = math.inf
     share: float = 1.0
 
-    @property
-    def usual(self) -> bool:
-        """Whether people write this limit."""
-        return self.kind is None or any(abs(self.limit / limit - 1) < 1e-3 for limit in LIMITS)
-
-    def used(self, gradient: Gradient, names: Collection[str]) -> Samples:
-        """Return the entries of some parameters' gradients as the update uses them."""
-        values = {name: self.share * gradient[name].values for name in names}
-        if self.kind is None:
-            return values
-        if self.kind is ClipKind.ENTRY:
-            return {name: one.clamp(-self.limit, self.limit) for name, one in values.items()}
-        sizes = self.kind.sizes(gradient)
-        return {name: one * min(1.0, self.limit / (self.share * sizes[name] + 1e-6)) for name, one in values.items()}
+    def errors(self, held: Gradient, used: Gradient) -> dict[str, float]:
+        """Return how far the gradient of each parameter that the update used is from what this clip makes of it, relative."""
+        sizes, errors = self.kind.sizes(held) if self.kind else {}, {}
+        for name, one in used.items():
+            made = self.share * held[name].values
+            if self.kind is ENTRY:
+                made = made.clamp(-self.limit, self.limit)
+            elif self.kind:
+                made = made * min(1.0, self.limit / (self.share * sizes[name] + 1e-6))
+            errors[name] = float((one.values - made).norm()) / max(float(one.values.norm()), 1e-300)
+        return errors
 
 
 @dataclass
@@ -101,19 +92,15 @@ def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = No
         share = small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0
     pairs = [(Gradient({n: one.times(abs(outliers.get(n, 1.0))) for n, one in held.items()}), used) for held, used in pairs]
 
-    def error(way: Clip, held: Gradient, used: Gradient) -> dict[str, float]:
-        made = way.used(held, held)
-        return {n: float((one.values - made[n]).norm()) / max(float(one.values.norm()), 1e-300) for n, one in used.items()}
-
     plain = Clip(share=share)
-    untouched = [error(plain, *pair) for pair in pairs]
-    found = [(max(EXACT, *map(_worst, untouched)), False, plain, untouched)]
+    untouched = [plain.errors(*pair) for pair in pairs]
+    found = [(max(EXACT, *map(_worst, untouched)), plain, untouched)]
     cut = [used for (_, used), passed in zip(pairs, untouched, strict=True) if _worst(passed) > EXACT]
-    for kind in ClipKind if cut else ():
+    for kind in (NORM, LARGEST, EACH, ENTRY) if cut else ():
         way = Clip(kind, max(max(kind.sizes(used).values()) for used in cut), share)
-        errors = [min(error(way, *pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
-        found.append((max(EXACT, *map(_worst, errors)), not way.usual, way, errors))
-    worst, _, way, errors = min(found, key=lambda one: one[:2])
+        errors = [min(way.errors(*pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
+        found.append((max(EXACT, *map(_worst, errors)), way, errors))
+    worst, way, errors = min(found, key=lambda one: one[0])
     reading = ClipReading(way if worst <= FITS else plain, share * max(held.total for held, _ in pairs), outliers)
     if worst > FITS:
         reading.odd = list(dict.fromkeys(name for one in errors for name, own in one.items() if own > FITS))
@@ -160,8 +147,11 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
         findings.differ("clip", 1.0)
 
     clip, share, passed = reading.way, reading.way.share, reading.passed
-    before = Clip(ClipKind.NORM, clip.limit / share if share else 0.0)  # of the gradient that a GradScaler has scaled
-    apart = abs(clip.limit / wanted - 1) if wanted else math.inf
+    before = clip.limit / share if share else 0.0  # the norm of the gradient that a GradScaler has scaled
+
+    def near(limit: float) -> bool:
+        return wanted is not None and abs(limit - wanted) <= 1e-3 * wanted
+
     left = f"norms up to {max(passed, default=reading.largest):.4g} are left as they are"
     if passed and wanted:
         add("clip-missing", f"in {len(passed)} of the updates {left}")
@@ -172,15 +162,14 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
             findings.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
     elif wanted == 0:
         add("clip-unwanted", f"it is clipped to {clip.limit:.6g}")
-    elif clip.kind in WORDS:
-        id, words = WORDS[clip.kind]
-        add(id, words.format(clip.limit))
-    elif share < 0.02 and apart > 1e-3 and (abs(before.limit / wanted - 1) < 1e-3 if wanted else before.usual):
-        add("clip-before-unscaling", f"the gradient, still multiplied by {1 / share:g}, is clipped to {before.limit:.6g}")
+    elif clip.kind is not NORM:
+        add(clip.kind.id, clip.kind.words.format(clip.limit))
     elif wanted is None:
         findings.notes.append(
             f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
         )
-    elif apart > 1e-3:
+    elif near(before) and not near(clip.limit):
+        add("clip-before-unscaling", f"the gradient, still multiplied by {1 / share:g}, is clipped to {before:.6g}")
+    elif not near(clip.limit):
         fix = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {wanted:g})"
-        add("clip-threshold", f"the norm is clipped to {clip.limit:.6g}, not {wanted:g}", fix)
+        add(NORM.id, f"{NORM.words.format(clip.limit)}, not {wanted:g}", fix)

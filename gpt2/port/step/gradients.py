@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
@@ -24,7 +23,6 @@ EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (c
 DEAD = 1e-9  # of the norm of all gradients: a gradient that is none
 SEEN = "from your own gradient of the logits, our model in float64 gives other gradients"
 ADDED = ".grad after each backward pass, and what arrived in it"
-FORWARD = ("", "ln_1", "attn.", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")  # parts of a block in the order of their use
 Shares = dict[str, tuple[Tensor, Tensor]]  # of each gradient: what does not come through the head's use of wte, and what does
 
 
@@ -66,6 +64,11 @@ class Roles:
             stem += "" if stem.endswith((".weight", ".bias")) else ".weight"
             found.append(stem if layer is None else f"h.{layer}.{stem}")
         return list(dict.fromkeys(found)) or [name]
+
+    def depth(self, name: str) -> int:
+        """Return when the forward pass last uses a parameter: the number of its part, of those that have weights."""
+        stems = [one.rpartition(".")[0] for one in (self.mapping.shapes if self.mapping else ())]
+        return max((stems.index(stem) for one in self.where(name) if (stem := one.rpartition(".")[0]) in stems), default=0)
 
 
 def expected_gradients(config: GPT2Config, state: Samples, roles: Roles, sampler: Sampler, forwards: Sequence[Forward]) -> Shares:
@@ -154,21 +157,13 @@ def judge_gradients(
             detail = f"the gradient of these parameters is multiplied by {median(factors):.6g}"
             findings.add("gradient-scaled", rest, detail, SEEN)
         elif call.by_hand:
-            depths = {name: max(map(_depth, roles.parts[name])) for name in rest}
+            depths = {name: roles.depth(name) for name in rest}
             last = [name for name in rest if depths[name] == max(depths.values())]
             words = f"the backward pass of {' and '.join(sorted(call.by_hand))}, which is written by hand, gives other gradients"
             findings.add("backward-wrong", last, f"{words}, from these parameters on backward", SEEN)
         else:
             detail = "the gradients of these parameters lack a part, or have one more"
             findings.add("gradient-detached", rest, detail, SEEN, confidence=0.8)
-
-
-def _depth(place: tuple[int | None, str]) -> tuple[float, int]:
-    """Return where the forward pass uses a part."""
-    layer, part = place
-    return (math.inf if part.startswith("ln_f") else -1) if layer is None else layer, max(
-        at for at, one in enumerate(FORWARD) if part.startswith(one)
-    )
 
 
 def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:

@@ -16,7 +16,7 @@ from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
-from gpt2.port.recording.forward import plain_attention
+from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.step.loss import StepBatch
 from gpt2.port.step.records import HALVES, Sampled, Sampler, Watched
 from gpt2.port.step.settings import StepSettings
@@ -25,7 +25,6 @@ from gpt2.port.step.watching import Watch
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-ATTRIBUTES = ("_parameters", "_buffers", "_modules")
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
 MAX_WORK = 4e10  # parameters times tokens of one batch
 DISTURBED = 1 + 2.0**-5  # a factor that half precision shows
@@ -42,11 +41,8 @@ def random_batch(config: GPT2Config, settings: StepSettings, seed: int, *, ignor
     budget = max(2 * rows, int(MAX_WORK / config.num_parameters()))
     length = min(settings.context or 16, config.n_positions, max(2, budget // rows))
     generator = torch.Generator().manual_seed(seed)
-    if vocabulary > length:
-        ids = torch.stack([torch.randperm(vocabulary, generator=generator)[: length + 1] for _ in range(rows)])
-    else:
-        steps = torch.randint(1, max(2, vocabulary), (rows, length + 1), generator=generator)
-        ids = (torch.randint(vocabulary, (rows, 1), generator=generator) + steps.cumsum(1)) % vocabulary
+    drawn = ((torch.randperm(vocabulary, generator=generator) for _ in range(length // vocabulary + 1)) for _ in range(rows))
+    ids = torch.stack([torch.cat([*some])[: length + 1] for some in drawn])
     special = dict.fromkeys((0, config.eos_token_id or 0, vocabulary - 1))
     for number, id in enumerate(id for id in special if 0 <= id < vocabulary):
         row = number % rows
@@ -75,28 +71,24 @@ class StepSubject:
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
-        """Put back weights, gradients, hooks, attributes and modes of the module afterwards."""
-        parts = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        """Put back weights, gradients and hooks of the tensors afterwards, and all that a module keeps."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
         kept = [(t, t.data, t.requires_grad, t.grad, [getattr(t, hooks) for hooks in HOOKS]) for t in tensors]
-        attributes = [(part, dict(vars(part)), _inner(part)) for part in parts]
-        try:
-            for tensor in tensors:
-                tensor.data, tensor.grad = tensor.data.clone(), None
-            yield
-        finally:
-            for tensor, data, required, gradient, hooks in kept:
-                tensor.data = data
-                tensor.requires_grad_(required) if tensor.is_leaf else None
-                tensor.grad = gradient
-                for name, value in zip(HOOKS, hooks, strict=True):
-                    setattr(tensor, name, value)
-            for part, values, inner in attributes:
-                vars(part).clear()
-                vars(part).update(values)
-                for name, content in inner.items():
-                    getattr(part, name).clear()
-                    getattr(part, name).update(content)
+        modes = [(part, part.training) for part in self.module.modules()]
+        with Borrowed(self.module):
+            try:
+                for part, training in modes:  # a borrowed module is in eval mode
+                    part.training = training
+                for tensor in tensors:
+                    tensor.data, tensor.grad = tensor.data.clone(), None
+                yield
+            finally:
+                for tensor, data, requires_grad, gradient, hooks in kept:
+                    tensor.data = data
+                    tensor.requires_grad_(requires_grad) if tensor.is_leaf else None
+                    tensor.grad = gradient
+                    for name, value in zip(HOOKS, hooks, strict=True):
+                        setattr(tensor, name, value)
 
     def session(
         self, batches: Sequence[StepBatch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
@@ -204,12 +196,6 @@ def _number(loss: Any, maker: str) -> float:
         raise InputError(f"the step of {maker} returned {kind}; return the loss, a number") from None
 
 
-def _inner(part: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return copies of a module's dictionaries that change in place: parameters, buffers, modules and hooks."""
-    inner = ((name, value) for name, value in vars(part).items() if name in ATTRIBUTES or name.endswith("hooks"))
-    return {name: dict(value) for name, value in inner if isinstance(value, dict)}
-
-
 def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampler: Sampler) -> None:
     """Make one parameter of those that a step ties by hand: it adds their gradients, updates one, and copies it to the others.
 
@@ -225,10 +211,6 @@ def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampl
     passes = [one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)]
     for gradient in passes:
         gradient[keeper] = reduce(Sampled.plus, (gradient[name] for name in names if name in gradient))
-    for update in updates:  # a sum of samples has the norms of .grad, which is its multiple
-        held, used = update.held[keeper].values, update.gradient[keeper]
-        share = float(held @ used.values / (held @ held))
-        update.held[keeper] = used.times(1 / share)._replace(values=held) if share > 0 else update.held[keeper]
     for call in calls:
         call.trains -= others
     every: list[dict[str, Any]] = [*passes, *(call.start for call in calls), sampler.parameters, sampler.indices]

@@ -48,7 +48,6 @@ class Watch(DeterministicMode):
         for parameter, name in ((self.sampler.parameters[name], name) for name in self.seen.trains):
             self._handles.append(parameter.register_hook(self._hook(name, "arrived")))
             self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(name, "held")))
-            _put_first(parameter, self._handles[-1])
         self._start, self.seen.start = self.sampler.values(), self.sampler.gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -188,15 +187,6 @@ def _by_hand(tensor: Tensor) -> set[str]:
             if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("Compiled"):
                 found.add(type(node).__name__.removesuffix("Backward"))
     return found
-
-
-def _put_first(parameter: Tensor, handle: RemovableHandle) -> None:
-    """Let a hook run before the author's, which may update the parameter and remove its gradient."""
-    hooks = parameter._post_accumulate_grad_hooks
-    assert hooks is not None
-    content = sorted(hooks.items(), key=lambda item: item[0] != handle.id)
-    hooks.clear()
-    hooks.update(content)
 
 
 def _written(call: OperatorCall) -> list[Tensor]:
