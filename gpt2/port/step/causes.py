@@ -15,8 +15,6 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 SHIFTED = "F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # y[:, t] is the token after x[:, t]"
 MEAN = 'F.cross_entropy(logits, targets)  # reduction="mean": over all tokens of the batch'
 PARTS = "(loss / grad_accum).backward(), for each of grad_accum equal parts"
-ZEROED = "optimizer.zero_grad() once for each step, before the first backward()"
-TIED = "lm_head.weight = wte.weight  # one parameter, with gradients from both uses"
 ORDER = "loss.backward() for all parts; clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
 CLIPPED = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # after backward(), before optimizer.step()"
 ADAMW = "torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), eps=1e-8)"
@@ -38,8 +36,8 @@ _TABLE: dict[str, dict[str, str]] = {
         "model.train() before training": "dropout-missing",
     },
     "gradient": {
-        ZEROED: "gradient-not-zeroed accumulation-last-only",
-        TIED: "tied-gradient-lost tied-gradient-doubled",
+        "optimizer.zero_grad() once for each step, before the first backward()": "gradient-not-zeroed accumulation-last-only",
+        "lm_head.weight = wte.weight  # one parameter, with gradients from both uses": "tied-gradient-lost tied-gradient-doubled",
         "(loss / grad_accum).backward()  # no other factor": "gradient-scaled",
         "no .detach(), .data or torch.no_grad() in the forward pass": "gradient-detached",
         "compare each derivative with autograd's, one operation at a time, or with gpt2 trace --gradients": "backward-wrong",

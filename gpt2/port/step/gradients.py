@@ -134,36 +134,24 @@ def judge_gradients(
     # both embeddings lack what reaches the stream
     lost = any(part == "wpe" for name in (*unreached, *rest) for _, part in roles.parts.get(name, []))
     for name in [name for name in rest if bool(made[name][1].any())]:
-        table, head = right[name] - made[name][1], made[name][1]
-        ways = (
-            ("tied-gradient-lost", "it gets the head's gradient only, not that of the rows that the ids choose", head),
-            ("tied-gradient-lost", "it gets the gradient of the rows that the ids choose only, not the head's", table),
-            ("tied-gradient-doubled", "a gradient of it is counted twice", 2 * right[name]),
-            ("tied-gradient-doubled", "the head's gradient is counted twice", 2 * head + table),
-            ("tied-gradient-doubled", "the gradient of the rows is counted twice", head + 2 * table),
-        )
-        found = next((way for way in ways if same(name, way[2]) and not (lost and way[2] is head)), None)
-        if found:
-            findings.add(found[0], "wte", found[1], SEEN)
+        head = made[name][1]
+        only_head = same(name, head) and not lost
+        if only_head or same(name, right[name] - head):
+            missing = "that of the rows that the ids choose" if only_head else "the head's"
+            findings.add("tied-gradient-lost", "wte", f"it lacks one of its two gradients, {missing}", SEEN)
             rest.remove(name)
     if frozen := [name for name in dead if name not in unreached]:
         findings.add("parameters-frozen", frozen, "requires_grad is False for these parameters", SEEN)
     if unreached:
         findings.add("gradient-detached", unreached, "no gradient reaches these parameters", SEEN)
+    elif rest and call.by_hand:
+        depths = {name: roles.depth(name) for name in rest}
+        last = [name for name in rest if depths[name] == max(depths.values())]
+        words = f"the backward pass of {' and '.join(sorted(call.by_hand))}, which is written by hand, gives other gradients"
+        findings.add("backward-wrong", last, f"{words}, from these parameters on backward", SEEN)
     elif rest:
-        factors = [float((got[name] * right[name]).sum() / right[name].square().sum().clamp(min=1e-300)) for name in rest]
-        multiples = all(same(name, factor * right[name]) for name, factor in zip(rest, factors, strict=True))
-        if multiples and max(factors) - min(factors) < 1e-6 * max(map(abs, factors)):
-            detail = f"the gradient of these parameters is multiplied by {median(factors):.6g}"
-            findings.add("gradient-scaled", rest, detail, SEEN)
-        elif call.by_hand:
-            depths = {name: roles.depth(name) for name in rest}
-            last = [name for name in rest if depths[name] == max(depths.values())]
-            words = f"the backward pass of {' and '.join(sorted(call.by_hand))}, which is written by hand, gives other gradients"
-            findings.add("backward-wrong", last, f"{words}, from these parameters on backward", SEEN)
-        else:
-            detail = "the gradients of these parameters lack a part, or have one more"
-            findings.add("gradient-detached", rest, detail, SEEN, confidence=0.8)
+        detail = "the gradients of these parameters lack a part, or have one more"
+        findings.add("gradient-detached", rest, detail, SEEN, confidence=0.8)
 
 
 def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:

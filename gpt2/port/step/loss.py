@@ -184,23 +184,22 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
         yield "tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on", ""
 
 
-def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tuple[float, tuple[str, ...], str]]:
+def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tuple[float, str, str]]:
     """Yield what a wrong average multiplies the mean by, its causes, and words.
 
     ``count`` tokens are trained on in ``parts``, ``length`` in each row; ``padded`` with ignored ones.
     """
-    summed, apart, again = "loss-not-averaged", "accumulation-not-averaged", "divided by their number again"
+    summed, apart = "loss-not-averaged", "accumulation-not-averaged"
     if parts > 1:
-        yield parts, (apart,), f"the sum over {parts} parts"
-        yield 1 / parts, (AVERAGED,), f"the mean over {parts} parts, {again}"
-        yield count / parts, (summed,), "the sum over the tokens of each part"
-        yield 1 / parts**2, (AVERAGED,), f"the mean over {parts} parts, {again}"
-        yield count, (summed, apart), "the sum over all tokens and parts"
-        yield length * parts, (summed, apart), "the sum over the tokens of a row, and over parts"
-    yield count, (summed,), "the sum over all tokens"
-    yield length, (summed,), "the sum over the tokens of a row"
-    if padded > count:
-        yield count / padded, ("padding-in-average",), "the sum, divided by all targets, ignored ones too"
+        yield parts, apart, f"the sum over {parts} parts"
+        yield count / parts, summed, "the sum over the tokens of each part"
+        for power in (1, 2):
+            yield parts**-power, AVERAGED, f"the mean over {parts} parts, divided by their number again"
+        yield count, f"{summed} {apart}", "the sum over all tokens and parts"
+        yield length * parts, f"{summed} {apart}", "the sum over the tokens of a row, and over parts"
+    yield count, summed, "the sum over all tokens"
+    yield length, summed, "the sum over the tokens of a row"
+    yield count / padded, "padding-in-average", "the sum, divided by all targets, ignored ones too"
 
 
 def _weights(batch: StepBatch, reading: LossReading, factor: float) -> Iterator[Told]:
@@ -210,23 +209,21 @@ def _weights(batch: StepBatch, reading: LossReading, factor: float) -> Iterator[
     if not len(weights):
         return
     low, high, total, count = float(weights.min()), float(weights.max()), float(weights.sum()), len(weights)
-    known = _averages(count, int(trained.sum(1).max()), len(parts.unique()), batch.targets.numel())
-    average = next((one for one in known if abs(total / one[0] - 1) <= EVEN), None)
-    if bool((trained & (batch.targets < 0))[:, :-1].any()):
-        yield "padding-in-average", "targets of -100 are trained on", ""
-    elif high - low > EVEN * abs(high):
+    if high - low > EVEN * abs(high):
         words = f"positions weigh between {low * count:.4g} and {high * count:.4g} of the mean's"
         own = [weights[parts == part] for part in parts.unique()]
         if len(own) > 1 and all(float(one.max() - one.min()) <= EVEN * abs(high) for one in own):
             yield AVERAGED, f"each part is averaged alone, however many targets it has; {words}", UNEQUAL
         else:
             yield "loss-average-wrong", words, ""
-    elif abs(total - 1) <= EVEN:
-        return
-    elif average is not None and not (factor != 1 and abs(total / factor - 1) <= EVEN):
-        yield from ((id, f"the gradient is that of {average[2]}: {total:.6g} times the mean's", "") for id in average[1])
-    else:
-        yield "gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss", ""
+    elif abs(total - 1) > EVEN:
+        ways = _averages(count, int(trained.sum(1).max()), len(parts.unique()), batch.targets.numel())
+        plain = factor != 1 and abs(total / factor - 1) <= EVEN  # the mean, whose gradient is scaled afterwards
+        way = next((way for way in ways if not plain and abs(total / way[0] - 1) <= EVEN), None)
+        if way is None:
+            yield "gradient-scaled", f"the gradient is {total:.6g} times that of the mean loss", ""
+        else:
+            yield from ((id, f"the gradient is that of {way[2]}: {total:.6g} times the mean's", "") for id in way[1].split())
 
 
 def judge_dropout(findings: StepFindings, found: Iterable[float], wanted: float | None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from statistics import median
 
 import numpy as np
@@ -44,6 +43,7 @@ class StepMoves:
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
+        self.factors: dict[str, float] = {}
         self.kept = False
         if not moving:
             return
@@ -54,6 +54,8 @@ class StepMoves:
         for name, track in tracks.items():
             self._add(name, track, rule, error)
         self._test_later(sessions[1:], tracks)
+        if self.known:
+            self._compare_rates()
 
     @property
     def rule(self) -> Rule:
@@ -92,24 +94,16 @@ class StepMoves:
                 return
             tracks = later
 
-    @cached_property
-    def rates(self) -> Array:
-        """The rates (K,) of most parameters, without what decay explains."""
+    def _compare_rates(self) -> None:
+        """Set ``rates`` (K,), those of most parameters without decay, and ``factors``: what the rates of others are of them."""
         fits = list(self.known.values())
         plain = [one for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()] or fits
-        rates: Array = np.median(np.stack([one.rates for one in plain]), axis=0)
-        return rates
-
-    @cached_property
-    def factors(self) -> dict[str, float]:
-        """What the rates of the other parameters are multiplied by."""
-        found = {}
+        self.rates: Array = np.median(np.stack([one.rates for one in plain]), axis=0)
         for name, one in self.known.items():
             live = np.abs(self.rates) > 100 * one.doubts
             factor = median((one.rates[live] / self.rates[live]).tolist()) if bool(live.any()) else 1.0
             if abs(factor - 1) > 0.01:
-                found[name] = factor
-        return found
+                self.factors[name] = factor
 
 
 @dataclass(frozen=True)
@@ -157,14 +151,20 @@ class UpdateJudge:
 
     def _constants(self, rule: Rule) -> None:
         settings = self.moves.settings
-        betas, given = (rule.beta1, rule.beta2), (settings.beta1, settings.beta2)
-        said, eps = f"betas of {betas[0]:.6g} and {betas[1]:.6g}", f"an eps of {rule.eps:.4g}"
-        right = [default if beta is None else beta for beta, default in zip(given, (0.9, 0.95), strict=True)]
+        given, said, eps = (
+            (settings.beta1, settings.beta2),
+            f"betas of {rule.beta1:.6g} and {rule.beta2:.6g}",
+            f"an eps of {rule.eps:.4g}",
+        )
+        right = (0.9 if given[0] is None else given[0], 0.95 if given[1] is None else given[1])
         fix = f"torch.optim.AdamW(groups, lr, betas=({right[0]:g}, {right[1]:g}), eps=1e-8)"
-        differ = any(b is not None and abs(a - b) > CLOSE * (1 - b) for a, b in zip(betas, given, strict=True))
-        swapped = all(b is not None and abs(a - b) <= CLOSE for a, b in zip(betas, reversed(given), strict=True))
-        if not rule.lost and (differ or (given == (None, None) and rule.beta1 > rule.beta2)):
-            self._add("betas-swapped" if swapped or not differ else "betas-wrong", said, fix=fix)
+
+        def differ(one: float, other: float) -> bool:
+            return any(b is not None and abs(a - b) > CLOSE * (1 - b) for a, b in zip((one, other), given, strict=True))
+
+        swapped = not differ(rule.beta2, rule.beta1) and (rule.beta1 > rule.beta2 or None not in given)
+        if not rule.lost and (differ(rule.beta1, rule.beta2) or (given == (None, None) and swapped)):
+            self._add("betas-swapped" if swapped else "betas-wrong", said, fix=fix)
         elif not rule.lost and None in given:
             self._read_off(said)
         if rule.place == "outside" and rule.eps != EPSILON:
@@ -175,12 +175,10 @@ class UpdateJudge:
 
     def _rates(self) -> None:
         moves, settings, rates = self.moves, self.moves.settings, self.moves.rates
-        twice = [name for name, factor in moves.factors.items() if abs(factor - 2) < 0.02]
-        if twice:
-            self._add("parameter-twice", "these parameters move twice as far as the others", twice)
-        if others := [name for name in moves.factors if name not in twice]:
-            times = median(moves.factors[name] for name in others)
-            self._add("rate-wrong", f"the rate of these parameters is {times:.6g} times that of the others", others)
+        if moves.factors:
+            times = median(moves.factors.values())
+            id = "parameter-twice" if abs(times - 2) < 0.02 else "rate-wrong"
+            self._add(id, f"the rate of these parameters is {times:.4g} times that of the others", list(moves.factors))
         if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
