@@ -31,7 +31,6 @@ SAID = {
     "crashes_in_build": "(crashes_in_build.py, line 7:",
     "crashes_in_forward": "(crashes_in_forward.py, line 6:",
     "exits": "it calls sys.exit(0) (exits.py, line 7",
-    "asks": "waits for input (asks.py, line 7",
     "imports_what_is_not_there": "No module named 'a_package_that_nobody_has_installed'",
     "needs_more": "build(checkpoint_dir, device, compile)",
     "no_build": "has no function build; it has",
@@ -160,17 +159,6 @@ def wait_until(happened: Callable[[], bool]) -> None:
             return
         time.sleep(0.05)
     pytest.fail("it did not happen in 30 s")
-
-
-@pytest.mark.parametrize("answer", ["", "{", "{}"])
-def test_an_answer_that_is_none_is_one_line(answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk cuts the answer off, which must not cause our traceback."""
-    (tmp_path / "port.py").write_text("")
-    write = f"pathlib.Path(sys.argv[1], 'answer.json').write_text({answer!r})"
-    monkeypatch.setattr(runner, "START", f"import pathlib, sys; {write}")
-    with pytest.raises(InputError, match=r"port\.py:build") as error:
-        runner.run(str(tmp_path / "port.py"), "shakespeare-mini")
-    assert len(str(error.value)) < 300
 
 
 def test_a_build_without_arguments_is_filled(tmp_path: Path, checkpoint: Path) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
-from gpt2.model import ACTIVATIONS, sdpa_attention
 
 TO_THE_BIT = "the checkpoint's values in that order are yours to the bit"
 
@@ -133,20 +130,3 @@ def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]
 def _reshaped(ours: Tensor) -> Misreading:
     words, evidence = "was reshaped where it had to be transposed", "the checkpoint's values, reshaped, are yours to the bit"
     return Misreading(ours.reshape(ours.shape[::-1]).t(), "transposed", words, evidence)
-
-
-def same_branch(part: str, held: Mapping[str, Tensor], ours: Mapping[str, Tensor], config: GPT2Config) -> bool:
-    """Return whether two sets of an "attn" or "mlp"'s weights give the same on random input; heads or units may be permuted."""
-    x = torch.randn(1, 6, config.n_embd, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
-    one, other = (_branch(part, weights, x, config) for weights in (held, ours))
-    return worst_relative_error(one, other) <= FLOAT64_BOUND
-
-
-def _branch(part: str, w: Mapping[str, Tensor], x: Tensor, config: GPT2Config) -> Tensor:
-    if part == "mlp":
-        hidden = ACTIVATIONS[config.activation_function](x @ w["c_fc.weight"] + w["c_fc.bias"])
-        return hidden @ w["c_proj.weight"] + w["c_proj.bias"]
-    q, k, v = (x @ w["c_attn.weight"] + w["c_attn.bias"]).unflatten(-1, (3, config.n_head, -1)).permute(2, 0, 3, 1, 4)
-    scale = config.head_dim**-0.5 / float(x.shape[-1]) ** 0.25  # small: large weights must not make each softmax a maximum
-    y = sdpa_attention(q, k, v, None, scale, 0.0)
-    return F.linear(y.transpose(1, 2).flatten(2), w["c_proj.weight"].t(), w["c_proj.bias"])

@@ -17,7 +17,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import Target, target
@@ -30,7 +29,6 @@ DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
 PROGRESS = "progress"  # the file in which the process says what it does
 POLL_SECONDS = 0.2  # between two looks at it
 MAX_PROGRESS = 200  # characters shown of it
-MAX_ANSWER = 64_000_000  # bytes read of the answer; usually a few thousand
 # By stage: what did not end in time, and when the process ended.
 STAGES = {
     "import": ("being imported", "while it was imported"),
@@ -68,14 +66,8 @@ def run(
     open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)  # download before the timeout begins
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as name:
         folder, limits = Path(name), {"short": timeout, "whole": timeout * DIAGNOSIS_FACTOR}
-        order: dict[str, object] = {
-            "file": str(port.path),
-            "name": port.name,
-            "model": model,
-            "revision": revision,
-            "offline": offline,
-            **limits,
-        }
+        order: dict[str, object] = {"file": str(port.path), "name": port.name, "model": model}
+        order |= {"revision": revision, "offline": offline, **limits}
         if training is not None:
             order |= {"step_file": str(training.path), "step": training.name, "settings": list(settings)}
         (folder / "order.json").write_text(json.dumps(order))
@@ -83,8 +75,14 @@ def run(
         code = watch(command, folder, 2 * limits["whole"], progress)
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
-        with open(folder / "answer.json", "rb") as file:
-            return _diagnosis(file.read(MAX_ANSWER), port)
+        answer = json.loads((folder / "answer.json").read_text())
+    if "error" in answer:
+        raise InputError(answer["error"])
+    causes = ({**cause, "places": tuple(Place(**place) for place in cause["places"])} for cause in answer["causes"])
+    answer |= {"causes": tuple(Cause(**cause) for cause in causes), "notes": tuple(answer["notes"])}
+    if answer["first_divergence"]:
+        answer["first_divergence"] = Divergence(**answer["first_divergence"])
+    return Diagnosis(**answer)
 
 
 def watch(command: list[str], folder: Path, limit: float, progress: Callable[[str], None] | None = None) -> int | None:
@@ -131,23 +129,3 @@ def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> st
     killer = signal.Signals(-code).name if -code in list(signal.Signals) else ""
     how = f"was killed by {killer}" if killer else f"ended the process (exit code {code})"
     return f"it {how} {during}{line}{REASONS.get(killer, '')}; {port.name} has to return the module, and nothing else"
-
-
-def _diagnosis(answer: bytes, port: Target) -> Diagnosis:
-    """Parse the worker's answer, which is untrusted: the user's file may have written anything."""
-    try:
-        answered = json.loads(answer)
-        if "error" not in answered:
-            first, causes = answered["first_divergence"], tuple(_cause(**cause) for cause in answered["causes"])
-            fields = {"causes": causes, "notes": tuple(answered["notes"]), "first_divergence": first and Divergence(**first)}
-            return Diagnosis(**{**answered, **fields})
-        error = answered["error"] + ""
-    except (ValueError, TypeError, KeyError, RecursionError):
-        raise InputError(
-            f"{port.shown}: its process left no diagnosis that can be read; is the disk full, or does it write answer.json?"
-        ) from None
-    raise InputError(error)
-
-
-def _cause(places: list[dict[str, Any]], **fields: Any) -> Cause:
-    return Cause(places=tuple(Place(**place) for place in places), **fields)

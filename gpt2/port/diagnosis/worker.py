@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import itertools
 import json
 import os
 import re
@@ -15,6 +16,7 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,8 @@ def main(folder: str) -> None:
             faulthandler.dump_traceback_later(order["whole" if stage == "diagnosis" else "short"], exit=True, file=where)
 
         budget.CLOCK = min(budget.CLOCK, SEARCH * order["whole"])
-        (place / "answer.json").write_text(_answer(place, order, begin))
+        (place / "partial").write_text(_answer(place, order, begin))
+        (place / "partial").rename(place / "answer.json")  # whole, or not at all where the disk is full
         os._exit(0)  # do not wait for the port's threads or exit handlers
 
 
@@ -86,18 +89,22 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         begin("forward")
         failure = _once(module, model)
         begin("diagnosis")
+        tell, calls = partial(_tell, place / PROGRESS), itertools.count(1)
         if "step" in order:
             from gpt2.port.diagnosis.step import diagnose_step
 
+            def watch(stage: str) -> None:
+                tell(f"running call {next(calls)} of your step" if stage == "step" else "comparing it with the reference's")
+                begin(stage)
+
             file, name = Path(order["step_file"]), order["step"]
-            watch = _Calls(begin, _Told(place / PROGRESS))
-            watch("import")
+            begin("import")
             make_step = function_of(file, name)
-            watch("diagnosis")
+            begin("diagnosis")
             settings, fill = order["settings"], not takes_directory
             diagnosis = diagnose_step(module, make_step, model, settings=settings, fill=fill, watch=watch)
         else:
-            diagnosis = diagnose(module, model, fill=not takes_directory, progress=_Told(place / PROGRESS))
+            diagnosis = diagnose(module, model, fill=not takes_directory, progress=tell)
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
@@ -108,28 +115,10 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         return json.dumps({"error": _one_line(error, file, name)})
 
 
-class _Told:
-    """Writes each stage of the diagnosis to ``file``, for the process that shows progress."""
-
-    def __init__(self, file: Path) -> None:
-        self.file = file
-
-    def __call__(self, what: str) -> None:
-        with contextlib.suppress(OSError):  # progress is not worth a diagnosis
-            self.file.write_text(what)
-
-
-class _Calls:
-    """Notes each stage of a step's diagnosis with ``begin``, and tells which call of the step runs."""
-
-    def __init__(self, begin: Callable[[str], None], told: Callable[[str], None]) -> None:
-        self.begin, self.told, self.count = begin, told, 0
-
-    def __call__(self, stage: str) -> None:
-        self.count += stage == "step"
-        if self.count:
-            self.told(f"{'running' if stage == 'step' else 'comparing'} call {self.count} of your step")
-        self.begin(stage)
+def _tell(file: Path, what: str) -> None:
+    """Write a stage of the diagnosis to ``file``, for the process that shows progress."""
+    with contextlib.suppress(OSError):  # progress is not worth a diagnosis
+        file.write_text(what)
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
@@ -175,12 +164,8 @@ def _one_line(error: BaseException, file: Path, name: str) -> str:
     words = error_line(error) if isinstance(error, Exception) else type(error).__name__
     if isinstance(error, SystemExit):
         what = f"it calls sys.exit({error.code if error.code is not None else ''}){at}; {name} has to return the module"
-    elif isinstance(error, KeyboardInterrupt):
-        what = f"it was interrupted{at}; run it again"
     elif isinstance(error, ModuleNotFoundError):
         what = f"{shown}{at}; install it beside gpt2-toolkit"
-    elif isinstance(error, EOFError):
-        what = f"it waits for input{at}; {name} has to do without"
     elif NO_GPU.search(shown):
         what = f"it needs a GPU, and there is none here{at}; leave the module on the CPU ({words})"
     elif out_of_memory(error):

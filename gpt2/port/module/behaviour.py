@@ -104,7 +104,7 @@ class Behaviour:
             self._repeat_after_others(ids)
             return
         error = worst_relative_error(second, first)
-        evidence = f"two calls with the same ids {_apart(error, first, second)}"
+        evidence = f"two calls with the same ids {_apart(error)}"
         if mode.dropouts:
             self._dropouts(ids, error, evidence)
             return
@@ -131,7 +131,7 @@ class Behaviour:
                 return
         if error := self._differ(*after):
             words = "the logits of one token depend on the text that was run before: your module remembers it"
-            evidence = f"after {ids.size(1)} tokens and after 3, they {_apart(error, *after)}"
+            evidence = f"after {ids.size(1)} tokens and after 3, they {_apart(error)}"
             self._add("not-deterministic", words, evidence, error, fix=STATELESS)
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
@@ -172,7 +172,7 @@ class Behaviour:
                 return
             if error := self._differ(both[row : row + 1], alone):
                 both = both[row : row + 1]
-                evidence = f"row {row} alone and row {row} in a batch of {len(ids)} {_apart(error, alone, both)}"
+                evidence = f"row {row} alone and row {row} in a batch of {len(ids)} {_apart(error)}"
                 self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence, error)
                 return
 
@@ -295,16 +295,9 @@ class Behaviour:
         return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, slice(gap, None)))
 
 
-def _apart(error: float, first: Tensor, second: Tensor) -> str:
-    """Return words for how far two values are apart; why there is no number for it, if ``error`` is infinite."""
-    if math.isfinite(error):
-        return f"differ by {error:.1e}"
-    for which, value in (("first", first), ("second", second)):
-        if not bool(value.isfinite().all()):
-            return f"have nothing in common: the {which} has numbers that are not finite"
-        if not bool(value.any()):
-            return f"have nothing in common: the logits of the {which} are all zero"
-    return f"have the shapes {tuple(first.shape)} and {tuple(second.shape)}"
+def _apart(error: float) -> str:
+    """Return words for how far two values are apart; there is no number for it where one is zero, or of another shape."""
+    return f"differ by {error:.1e}" if math.isfinite(error) else "have nothing in common"
 
 
 def _split(errors: Mapping[str, float]) -> str:

@@ -60,7 +60,7 @@ class WeightComparison:
                 differing = [name for name in differing if name not in rounded]
                 self.state = {**self.state, **{name: self.state[name].to(narrow).double() for name in differing}}
         self._missing_biases(differing)
-        for name in self._not_whole_blocks(self._not_harmless(differing)):
+        for name in self._not_whole_blocks(differing):
             self._tensor(name)
         for name, pieces in self._exchanged.items():
             got = ", ".join(f"{piece.place.share} holds {other.share}" for piece, other in pieces)
@@ -129,16 +129,6 @@ class WeightComparison:
                 self.notes.append(f"no bias for the keys ({name}): softmax does not see what is added to all keys alike")
             else:
                 self.causes.append(missing.cause())
-
-    def _not_harmless(self, differing: list[str]) -> list[str]:
-        """Return the names without branches that compute the same: heads, or hidden units, permuted consistently."""
-        branches = {name: ".".join(name.split(".")[:3]) for name in differing}  # h.0.attn
-        same: set[str] = set()
-        for branch in dict.fromkeys(branches.values()):
-            if (part := branch.rpartition(".")[2]) in ("attn", "mlp"):
-                held, ours = (_family(weights, branch) for weights in (self.own.weights, self.state))
-                same |= {branch} if entries.same_branch(part, held, ours, self.config) else set()
-        return [name for name, branch in branches.items() if branch not in same]
 
     def _not_whole_blocks(self, differing: list[str]) -> list[str]:
         """Return the names without blocks that hold all of another block's weights; add one cause for these."""

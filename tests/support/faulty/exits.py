@@ -13,7 +13,6 @@ BUILD = HEAD + "def build(checkpoint_dir):\n    {}\n"  # the text of a function 
 FORWARD = HEAD + "class Wrong(sound.Sound):\n    def forward(self, ids):\n        {}\n"  # in line 8
 FORWARD += "\ndef build(checkpoint_dir):\n    return sound.load(Wrong, checkpoint_dir)\n"
 BUILDS = {
-    "asks": 'input("Which size? ")',
     "class_and_no_instance": "return sound.Sound",
     "crashes_in_build": r"""raise RuntimeError("Error(s) in loading:\n\tMissing key(s): 'a'\n\tsize mismatch for c")""",
     "exits": "sys.exit(0)",  # as a training script that ends so
