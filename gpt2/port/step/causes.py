@@ -14,11 +14,11 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 
 SHIFTED = "F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # y[:, t] is the token after x[:, t]"
 MEAN = 'F.cross_entropy(logits, targets)  # reduction="mean": over all tokens of the batch'
-PARTS = "(loss / grad_accum).backward(), for each of grad_accum equal parts"
+PARTS = "(loss / grad_accum).backward()  # for each of grad_accum equal parts"
 ORDER = "loss.backward() for all parts; clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
 CLIPPED = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # after backward(), before optimizer.step()"
 ADAMW = "torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), eps=1e-8)"
-GROUPS = "groups: weight_decay for p.ndim >= 2, and 0.0 for biases and norms"
+GROUPS = 'groups = [{"params": [p], "weight_decay": weight_decay * (p.ndim >= 2)} for p in model.parameters()]'
 RATE = 'for group in optimizer.param_groups: group["lr"] = rate(step)  # step from 0, set before optimizer.step()'
 EPS = "p -= lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-8)  # t from 1"
 # By stage, in the order of a step: corrected lines, and the causes that each of them mends.
@@ -28,15 +28,15 @@ _TABLE: dict[str, dict[str, str]] = {
         MEAN: "tokens-left-out loss-not-averaged loss-average-wrong",
         PARTS: "accumulation-not-averaged accumulation-average-wrong",
         "ignore_index=-100, which is no token, and labels by the attention mask": "token-ignored",
-        "loss.sum() / (y != -100).sum()": "padding-in-average",
-        "label_smoothing=0.0": "label-smoothing",
+        "F.cross_entropy(logits, targets, ignore_index=-100)  # over the targets that are not": "padding-in-average",
+        "F.cross_entropy(logits, targets)  # label_smoothing=0.0": "label-smoothing",
         "F.cross_entropy(logits, targets)  # no temperature": "logits-scaled",
         "F.cross_entropy(logits.float(), targets)": "logits-half-precision",
         "dropout=0.0 in the model, if that is what you train with": "dropout-active",
-        "model.train() before training": "dropout-missing",
+        "model.train()  # before training": "dropout-missing",
     },
     "gradient": {
-        "optimizer.zero_grad() once for each step, before the first backward()": "gradient-not-zeroed accumulation-last-only",
+        "optimizer.zero_grad()  # once for each step, before the first backward()": "gradient-not-zeroed accumulation-last-only",
         "lm_head.weight = wte.weight  # one parameter, with gradients from both uses": "tied-gradient-lost tied-gradient-doubled",
         "(loss / grad_accum).backward()  # no other factor": "gradient-scaled",
         "no .detach(), .data or torch.no_grad() in the forward pass": "gradient-detached",
@@ -46,14 +46,14 @@ _TABLE: dict[str, dict[str, str]] = {
     "clip": {
         CLIPPED: "clip-missing clip-by-value clip-per-tensor clip-threshold",
         "no clip_grad_norm_, or optim.clip as it is": "clip-unwanted",
-        f"{CLIPPED}, norm_type=2.0": "clip-norm",
+        f"{CLIPPED}; norm_type=2.0": "clip-norm",
         ORDER: "clip-before-accumulation",
         f"scaler.unscale_(optimizer); {CLIPPED}": "clip-before-unscaling",
     },
     "update": {
         ADAMW: "optimizer-sgd optimizer-other eps-wrong betas-swapped betas-wrong",
         f"{ADAMW}  # amsgrad=False": "amsgrad",
-        "p -= lr * weight_decay * p, apart from the gradient: torch.optim.AdamW, not Adam": "decay-coupled",
+        f"{ADAMW}  # not Adam, which adds the decay to the gradient": "decay-coupled",
         GROUPS: "decay-on-all decay-on-norms decay-on-biases decay-not-on-embeddings decay-missing decay-wrong",
         "p -= lr * weight_decay * p": "decay-without-rate",
         "p -= lr * weight_decay * p, then p -= lr * direction": "decay-after-update",
@@ -65,7 +65,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "each parameter in one group of one optimizer": "parameter-twice",
         ORDER: "step-per-micro-batch",
         "GradScaler with a smaller init_scale, or bfloat16 without one": "update-skipped",
-        "weights in float32, computed in half precision: with torch.autocast(device, dtype): loss = ...": "update-rounded",
+        "with torch.autocast(device, dtype): loss = ...  # and weights in float32": "update-rounded",
     },
 }
 STAGES = tuple(_TABLE)

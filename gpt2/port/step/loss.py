@@ -23,8 +23,8 @@ BETTER = 30  # times smaller is the error of a formula that has one more number
 READ = "read from the gradient of the logits, position by position"
 AVERAGED = "accumulation-average-wrong"
 PADDED = {"padding-in-average", AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
-PAD = "another padding token than the end of text, or labels by the attention mask: labels.masked_fill(attention_mask == 0, -100)"
-UNEQUAL = 'F.cross_entropy(logits, targets, reduction="sum") / all_targets  # of each part; all_targets: of the whole batch'
+PAD = "labels = labels.masked_fill(attention_mask == 0, -100)  # or another padding token than the end of text"
+UNEQUAL = '(F.cross_entropy(logits, targets, reduction="sum") / all_targets).backward()  # all_targets: of all parts'
 Told = tuple[str, str, str]  # a cause, what the step does, and the corrected line if it is not the table's
 
 

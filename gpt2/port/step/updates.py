@@ -205,11 +205,11 @@ class UpdateJudge:
             on = ", ".join(WORDS[role] for role, names in decaying.items() if names)
             self._read_off(f"a weight decay of {median(some):.4g}, on {on}" if some else "no weight decay")
             return
-        if small := decaying["norm"] + decaying["bias"]:
+        large = [name for name in values if moves.roles[name] in ("matrix", "embedding")]
+        if small := [name for name in values if values[name] and name not in large]:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
-        names = decaying["matrix"] + decaying["embedding"]
-        bare = [name for name in values if moves.roles[name] in ("matrix", "embedding") and name not in names]
+        names, bare = ([name for name in large if bool(values[name]) is decays] for decays in (True, False))
         if wanted and bare:
             embeddings = decaying["matrix"] and all(moves.roles[name] == "embedding" for name in bare)
             self._add("decay-not-on-embeddings" if embeddings else "decay-missing", "these do not decay", bare)

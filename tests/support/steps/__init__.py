@@ -1,8 +1,6 @@
 """Training steps that are almost right, and right ones of many kinds, to test `diagnose_step`.
 
 `plain.py` is a right step, and `faults.toml` has patches of it, one fault each. `right.py` has other right steps.
-tests/port/test_steps.py proves, by the independent computation of `reference.py`, that every right step ends at the same
-parameters; that the diagnosis names the faults proves that they are faulty.
 """
 
 from __future__ import annotations
