@@ -21,7 +21,6 @@ from support.faulty.exits import HOSTILE, write_hostile
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.errors import InputError
 from gpt2.port.diagnosis import runner
 from gpt2.port.terms.report import Diagnosis, Divergence
 
