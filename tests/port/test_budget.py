@@ -10,7 +10,7 @@ from port.test_walk import IDS, checkpoint
 
 import gpt2
 from gpt2.measure.tracing import trace
-from gpt2.port.dump.pool import DumpPool
+from gpt2.port.recording.pool import Pool
 from gpt2.port.terms import budget
 from gpt2.port.terms.budget import ELEMENTS, PRODUCTS, Budget, Spent
 
@@ -45,14 +45,14 @@ def test_the_parts_of_a_budget_end_where_its_shares_are_spent() -> None:
 
 def test_the_same_work_is_done_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """With limits of CPU time, a busy or slow machine found no cause where another one named it."""
-    find, reports, work = DumpPool.find, [], []
+    find, reports, work = Pool.find, [], []
 
-    def slowly(*given: object) -> object:
+    def slowly(*given: object, **named: object) -> object:
         time.sleep(0.002)
-        return find(*given)
+        return find(*given, **named)
 
     for some in (find, slowly):
-        monkeypatch.setattr(DumpPool, "find", some)
+        monkeypatch.setattr(Pool, "find", some)
         for limit in (2_000, 10_000):
             made = Budget(limit)
             monkeypatch.setattr("gpt2.port.dump.examination.of_model", lambda parameters, made=made: made)

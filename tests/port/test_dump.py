@@ -17,8 +17,8 @@ from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
 from gpt2.port.alternatives import table
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.dump.pool import DumpPool
 from gpt2.port.graph import Model
+from gpt2.port.recording.pool import Pool
 from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.report import Diagnosis
 from gpt2.port.terms.tolerance import measured
@@ -181,8 +181,8 @@ def test_weights_that_are_recorded_show_how_heads_were_split_and_the_walk_is_eno
 def test_every_search_in_a_dump_ends_where_its_budget_is_spent() -> None:
     """Sums of products were compared without a look at the limit, so a lost walk went on for a minute beyond it."""
     tolerance = measured(MODEL, IDS, trace(MODEL, IDS), torch.float32)
-    pool = DumpPool(tolerance, CONFIG, (2, 8))
+    pool = Pool(tolerance)
     pool.budget = Budget(0)
-    pool.fill([("x", torch.randn(2, 8, CONFIG.n_embd))], torch.randn(2, 8, CONFIG.vocab_size))
+    pool.add(torch.randn(2, 8, CONFIG.n_embd))
     with pytest.raises(Spent):
         pool.find(torch.randn(2, 8, CONFIG.n_embd))

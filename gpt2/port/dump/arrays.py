@@ -15,10 +15,11 @@ from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.tracing import part_of
-from gpt2.port.dump.pool import DumpPool
 from gpt2.port.graph import AXES, HEADED, PIECES, split
+from gpt2.port.recording.pool import Pool
 
 MAX_PADDING = 128  # a vocabulary is padded to a multiple of this at most
+MASKED = -1e4  # scores of this size or below hide a token
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config)
             yield whole, slice(row, row + 1)
 
 
-def recognised(pool: DumpPool, exact: Mapping[str, Tensor], config: GPT2Config) -> dict[str, tuple[str, ...]]:
+def recognised(pool: Pool, exact: Mapping[str, Tensor], config: GPT2Config) -> dict[str, tuple[str, ...]]:
     """Return the arrays' names by the traced point whose right value they hold."""
     found: dict[str, tuple[str, ...]] = {}
     for point, value in exact.items():
@@ -99,7 +100,31 @@ def recognised(pool: DumpPool, exact: Mapping[str, Tensor], config: GPT2Config) 
             continue
         part = part_of(point)
         value = split(value, config.n_head) if part in HEADED else value
-        match = pool.find_within(pool.tolerance.points[point], value, *AXES.get(part, PIECES))
+        match = pool.find(value, *AXES.get(part, PIECES), bound=pool.allowance[point])
         if match is not None:
             found[point] = tuple(dict.fromkeys(pool.names[number] for number in match.entries))
+    return found
+
+
+def parts(name: str, array: Tensor, config: GPT2Config, rows: int, tokens: int) -> list[tuple[str, Tensor]]:
+    """Return an array and what it may be made of, named: blocks in a stack, q, k and v (or k and v) in one, unmasked scores."""
+    array = array.squeeze()
+    found = [(name, array)]
+    layers, width = config.n_layer, config.n_embd
+    for stack in (layers, layers + 1, 2 * layers):
+        axis = next((axis for axis, size in enumerate(array.shape[:-1]) if size == stack and array.ndim > 2), None)
+        if axis is not None and stack > 1:
+            found += [(f"{name}[{n}]", part) for n, part in enumerate(array.unbind(axis))]
+    for label, part in list(found):
+        for axis, size in enumerate(part.shape):
+            if size == 3 * width:
+                found += [(f"{label}[{third}]", one) for third, one in zip("qkv", part.chunk(3, axis), strict=True)]
+            elif (size == 3 and part.ndim > 2) or (size == 2 and part.numel() == 2 * rows * tokens * width):
+                found += [(f"{label}[{n}]", one) for n, one in enumerate(part.unbind(axis))]
+    for label, part in list(found):
+        if part.ndim >= 2 and part.shape[-2:] == (tokens, tokens) and tokens > 1:
+            future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+            hidden = part[..., future]
+            if bool((hidden <= MASKED).all()) or bool((hidden == 0).all()) or bool((hidden == hidden.flatten()[0]).all()):
+                found.append((f"{label} masked", part.masked_fill(future, 0.0)))
     return found

@@ -12,8 +12,8 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import points
 from gpt2.model import GPT2
-from gpt2.port.dump.arrays import Output, recognised
-from gpt2.port.dump.pool import DumpPool
+from gpt2.port.dump.arrays import Output, parts, recognised
+from gpt2.port.recording.pool import Pool
 from gpt2.port.terms.tolerance import UNITS, Tolerance, excess, measured
 
 MORE = 2  # times as many arrays are right in the likelier precision
@@ -35,7 +35,7 @@ class Dumped:
     exact: Mapping[str, Tensor]
     reference: GPT2
     tolerance: Tolerance
-    pool: DumpPool
+    pool: Pool
     held: Mapping[str, tuple[str, ...]]
     error: float
     right: bool
@@ -46,8 +46,11 @@ class Dumped:
     ) -> Dumped:
         config, ids = reference.config, output.ids
         tolerance = measured(reference, ids, dict(exact), dtype)
-        pool = DumpPool(tolerance, config, (ids.shape[0], ids.shape[1]))
-        pool.fill(arrays.items(), output.logits)
+        pool = Pool(tolerance)
+        for name, array in arrays.items():
+            for part, tensor in parts(name, array, config, *ids.shape):
+                pool.add(tensor, part, array.dtype, part == name)
+        pool.logits, pool.logits_dtype = output.logits.double(), output.logits.dtype
         held = recognised(pool, exact, config)
         expected = exact["logits"][:, -output.logits.shape[1] :]
         mine = output.logits[..., : config.vocab_size].double()

@@ -140,7 +140,9 @@ class Behaviour:
         traced = trace(self.expected.model, ids.cpu())
         heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
         named = [*traced.items(), *heads]
-        pool = Pool.of((value for _, value in named), traced["logits"])
+        pool = Pool()
+        for name, value in named:
+            pool.add(value, name)
         matches = [pool.find(one.value.to("cpu", torch.float64)) for one in mode.dropouts]
         points = ["" if match is None else named[match.entries[0]][0] for match in matches]
         pairs = zip(points, mode.dropouts, strict=True)

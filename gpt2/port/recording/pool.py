@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.terms.budget import Budget
+from gpt2.port.terms.tolerance import HALVES, UNITS, Tolerance, excess
 
 STRICT = 1e-9  # relative to the root mean square; float64 rounding is 1e-15, and a softmax amplifies it
 LOOSE = 1e-5  # if the port computes anything in float32
+FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit: noise must not look like a fault
 LOOKED = 1.2  # operators that looking for a value costs, beside its sums
 SORTED = 16  # times as much as reading a number, what sorting it costs
-SUMMED = 1e-14  # relative rounding of a sum of float64 numbers
 
 
 class Match(NamedTuple):
@@ -33,38 +33,33 @@ class Match(NamedTuple):
 
 
 class Pool:
-    """The tensors of a forward pass, by size and sums; ``narrow``: some tensor was below float64.
+    """The values of a forward pass, by size and sums: all that a module computes, or what a dump holds.
 
-    Where ``budget`` is spent, every search raises :class:`gpt2.port.terms.budget.Spent`.
+    ``tolerance``: as measured for a dump, beyond the rounding of each array's dtype. A module, which runs in float64, has none;
+    ``narrow``: some of its tensors were below float64. Where ``budget`` is spent, every search raises
+    :class:`gpt2.port.terms.budget.Spent`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, tolerance: Tolerance | None = None) -> None:
+        self.tolerance = tolerance
+        self.narrow = tolerance is not None and tolerance.dtype != torch.float64
         self.entries: list[Tensor] = []
         self.names: list[str] = []  # by entry
         self.dtypes: list[torch.dtype] = []  # in which they are stored
+        self.whole: list[bool] = []  # an array, and not a part of one
         self.logits = torch.empty(0)
         self.logits_dtype = torch.float64
-        self.narrow = False
         self.budget = Budget()
         self._by_size: dict[int, list[int]] = {}
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
         self._sorted: dict[int, Tensor] = {}
 
-    @classmethod
-    def of(cls, arrays: Iterable[Tensor], logits: Tensor) -> Pool:
-        """Return a pool of ``arrays`` of any origin, order and layout, and of ``logits`` (B, T, V)."""
-        pool = cls()
-        for tensor in (*arrays, logits):
-            pool.narrow |= tensor.dtype != torch.float64
-            pool.add(tensor)
-        pool.logits = logits.detach().to("cpu", torch.float64)
-        return pool
-
-    def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64) -> None:
+    def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64, whole: bool = True) -> None:
         """Add a tensor under its name, perhaps stored in a narrower dtype."""
         self.names.append(name or f"tensor {len(self.entries)}")
         self.dtypes.append(dtype)
+        self.whole.append(whole)
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
         self._ranked.pop(entry.numel(), None)
@@ -72,18 +67,13 @@ class Pool:
         self.entries.append(entry)
 
     @property
-    def bound(self) -> float:
-        """The largest relative error of a match."""
-        return LOOSE if self.narrow else STRICT
-
-    @property
     def allowance(self) -> Mapping[str, float]:
         """The largest error of a right value, by traced point, where it was measured."""
-        return {}
+        return {} if self.tolerance is None else self.tolerance.points
 
     def logits_error(self, value: Tensor, logits: Tensor) -> float:
         """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
-        return worst_relative_error(value, logits)
+        return excess(logits, value, self.logits_dtype)
 
     def again(self, number: int) -> set[int]:
         """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
@@ -92,54 +82,57 @@ class Pool:
 
     def tolerance_at(self, place: str) -> float:
         """Return the allowed relative error of a stage's value, from exact inputs."""
-        return self.bound
+        if self.tolerance is None:
+            return LOOSE if self.narrow else STRICT
+        part = {"act": "mlp.act", "weights": "attn.weights"}.get(place, place)
+        return self.tolerance.stages.get(part, self.tolerance.stage)
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]
 
     def fault_bound(self, place: str) -> float:
         """The largest error of a match that shows a fault at a place, such as "ln_1"."""
-        return self.bound
+        return self.tolerance_at(place) / FAULT_MARGIN
 
     def find_at(self, place: str, value: Tensor, *axes: int) -> Match | None:
         """Do :meth:`find` with the bound for a place."""
-        return self.find(value, *axes)
+        return self.find(value, *axes, bound=self.tolerance_at(place))
 
-    def unit(self, number: int) -> float:
-        """Return the relative error of the sum of entry ``number`` beside the bound."""
-        return SUMMED
+    def find(self, value: Tensor, *axes: int, bound: float | None = None) -> Match | None:
+        """Return the best match of a value within ``bound``: whole, else slice by slice along one of ``axes``, else along all.
 
-    @property
-    def largest_unit(self) -> float:
-        return SUMMED
-
-    def compared(self, number: int, ordered: Tensor) -> float:
-        """Return the relative error of ``ordered``, a sorted value, as the origin of entry ``number``."""
-        return _error(self._in_order(number), ordered)
-
-    def find(self, value: Tensor, *axes: int) -> Match | None:
-        """Return the best match of a value: whole, else slice by slice along one of ``axes``, else along all. None if none."""
+        Slices are whole arrays or parts of one. None if there is no match.
+        """
         self.budget.check()
-        whole = self._find(value)
+        bound = self.tolerance_at("") if bound is None else bound
+        whole = self._find(value, bound)
         if whole is not None:
             return Match(whole[0], (whole[1],), ())
         for cut in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
             matches = []
             if value.numel() // max(math.prod(value.shape[axis] for axis in cut), 1) not in self._by_size:
                 continue
-            if self._find(value[tuple(0 if axis in cut else slice(None) for axis in range(value.ndim))]) is None:
+            if self._find(value[tuple(0 if axis in cut else slice(None) for axis in range(value.ndim))], bound) is None:
                 continue
             for part in _slices(value, cut):
-                match = self._find(part)
+                match = self._find(part, bound)
                 if match is None:
                     break
                 matches.append(match)
             else:
-                return Match(max(error for error, _ in matches), tuple(number for _, number in matches), cut)
+                numbers = tuple(number for _, number in matches)
+                origins = {self.names[number].partition("[")[0] for number in numbers}
+                one_kind = all(self.whole[number] for number in numbers) or len(origins) == 1
+                return Match(max(error for error, _ in matches), numbers, cut) if one_kind else None
         return None
 
     def adopt(self, value: Tensor, match: Match) -> Tensor:
-        """Return the port's own numbers, rounding included, in the layout of ``value``."""
+        """Return the port's own numbers, rounding included, in the layout of ``value``.
+
+        Not those stored in half precision: the program had more digits than it wrote, and our own numbers are closer to them.
+        """
+        if any(self.dtypes[number] in HALVES for number in match.entries):
+            return value.clone(memory_format=torch.contiguous_format)
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         for part, own, number in zip(_slices(value, match.axes), _slices(out, match.axes), match.entries, strict=True):
             taken = torch.empty(part.numel(), dtype=torch.float64)
@@ -148,7 +141,7 @@ class Pool:
             self.budget.spend(2, 2 * SORTED * part.numel())
         return out
 
-    def _find(self, value: Tensor) -> tuple[float, int] | None:
+    def _find(self, value: Tensor, bound: float) -> tuple[float, int] | None:
         """Return the error and number of the best entry for a whole value; sums are compared first, because that is fast."""
         n = value.numel()
         if not n or n not in self._by_size:
@@ -158,18 +151,19 @@ class Pool:
         self.budget.spend(LOOKED, 2 * n)
         (first, second), ranked, numbers = _sums(value), self._ranked[n], []
         size = max(math.sqrt(second / n), 1e-300) * n
-        margin = (self.bound + self.largest_unit) * size + 1e-290
+        margin = (bound + max(UNITS[dtype][0] for dtype in set(self.dtypes))) * size + 1e-290
         for total, number in ranked[bisect_left(ranked, (first - margin,)) :]:
             if total > first + margin:
                 break
-            loose = self.bound + self.unit(number)
+            loose = bound + UNITS[self.dtypes[number]][0]
             close = abs(total - first) <= loose * size + 1e-290
             if close and abs(self._sums[number][1] - second) <= 2.2 * loose * second + 1e-290:
                 numbers.append(number)
         self.budget.spend(2 * len(numbers), SORTED * n * (len(numbers) > 0))
         mine = value.flatten().sort().values if numbers else value
-        best = min(((self.compared(number, mine), number) for number in numbers), default=None)
-        return best if best is not None and best[0] <= self.bound else None
+        compared = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
+        best = min(compared, default=None)
+        return best if best is not None and best[0] <= bound else None
 
     def _in_order(self, number: int) -> Tensor:
         if number not in self._sorted:
@@ -184,15 +178,6 @@ def _sums(tensor: Tensor) -> tuple[float, float]:
         return total, squares
     finite = flat.nan_to_num(0.0, 0.0, 0.0)
     return float(finite.sum()), float(finite.dot(finite))
-
-
-def _error(a: Tensor, b: Tensor) -> float:
-    """Return the relative error of two sorted tensors; NaN equals NaN, because a recorded tensor may hold some."""
-    missing = b.isnan()
-    if not missing.any():
-        return worst_relative_error(a, b)
-    same_places = torch.equal(missing, a.isnan()) and not missing.all()
-    return worst_relative_error(a[~missing], b[~missing]) if same_places else math.inf
 
 
 def _slices(value: Tensor, axes: tuple[int, ...]) -> list[Tensor]:
