@@ -89,16 +89,13 @@ class Anatomy:
         owners = self.recording.owners(results)
         for owner in filter(self.flow.is_projection, owners.unique().tolist()):
             node, mine = self.flow.nodes[owner], owners == owner
-            input_ids, columns = self.flow.inputs(results[mine][0]), outputs[mine]
-            inputs = (number or self.stream.coordinates)(input_ids)
+            columns = outputs[mine]
+            inputs = (number or self.stream.coordinates)(self.flow.inputs(results[mine][0]))
             for some, first, along in _outer_sums(node, results[mine]):
                 if part == "head":
                     self.parts.append(ModelPart(part, layer, columns[some], first, inputs, along))
                 else:
                     self.parts.append(ModelPart(part, layer, inputs, along, columns[some], first))
-            for constant in (self.flow.origins(input_ids) < 0).nonzero()[:1, 0]:  # a column of ones: its weights are the bias
-                bias = node.weights[(*node.place(results[mine]), constant)]
-                self.parts.append(vector(f"{part}.bias", layer, bias, columns))
         biases = self.flow.at(self.stream.biases, results)
         if bool((biases >= 0).any()):
             self.parts.append(vector(f"{part}.bias", layer, biases[biases >= 0], outputs[biases >= 0]))
@@ -115,8 +112,6 @@ class Anatomy:
         for number in branch.downs:
             results = self.flow.results(number)
             self._place(f"{branch.part}.c_proj", branch.layer, results, self.stream.coordinates(results), number_inputs)
-            if number in self.stream.late_biases:
-                self.parts.append(vector(f"{branch.part}.c_proj.bias", branch.layer, *self.stream.late_biases[number]))
 
     def _place_attention(self, branch: Branch) -> None:
         units = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}

@@ -129,7 +129,7 @@ class Branches:
             if not bool(is_here.any()):
                 continue  # the last token is not mixed here
             own, alone = is_here.int().argmax(-1, keepdim=True), bool((is_here.sum(-1) == 1).all())
-            scored, value, mixed = scored.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0], self._first_part(mixed)
+            scored, value = scored.gather(-1, own)[:, 0], value.gather(-1, own)[:, 0]
             for score in dict.fromkeys(scored.tolist()):
                 product, mine = self.flow.nodes[self.recording.owner(score)], scored == score
                 a, b = product.tensors
@@ -157,11 +157,6 @@ class Branches:
         """By origin: a younger origin that was added to it."""
         joined = (self.flow.joined >= 0).nonzero()[:, 0]
         return dict(zip(self.flow.joined[joined].tolist(), (joined + self.recording.tokens).tolist(), strict=True))
-
-    def _first_part(self, mixed: Tensor) -> Tensor:
-        """Return the oldest part of a weighted sum that is computed in parts."""
-        older = self.flow.at(self.flow.joined, mixed)
-        return self._first_part(older) if self.flow.owner(older) in self.flow.mixes else mixed
 
     def _attentions(self) -> list[Branch]:
         branches: dict[int, Branch] = {}

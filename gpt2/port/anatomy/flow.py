@@ -205,11 +205,12 @@ class Flow:
         activations = [i for i, origin in enumerate(origins) if bool((origin >= 0).any())]
         if not activations:  # depends on token ids only: keeps its place
             self.of(self.place, node).copy_(torch.stack([self.at(self.place, operand) for operand in node.tensors]).amax(0))
-        elif len(activations) == 1:
-            self._descend(node, activations, origins)
+            return
+        oldest = self._descend(node, activations, origins)
+        if len(activations) == 1:
             self._one_activation(number, node, activations[0])
-        elif not self._is_mix_of_one_key(number, node, activations, origins):
-            self._sum(number, node, activations, origins, self._descend(node, activations, origins))
+        else:
+            self._sum(number, node, activations, origins, oldest)
 
     def _descend(self, node: Node, activations: list[int], origins: list[Tensor]) -> Tensor:
         """Give the results the oldest origin of their operands, and its place."""
@@ -221,16 +222,6 @@ class Flow:
         for i in activations:
             places.copy_(torch.where(origins[i] == oldest, self.at(self.place, node.tensors[i]), places))
         return oldest
-
-    def _is_mix_of_one_key(self, number: int, node: Node, activations: list[int], origins: list[Tensor]) -> bool:
-        """Return whether this is attention's second product, written as a multiplication for a single key."""
-        from_scores = [self.owner(origins[i]) in self._scores for i in activations]
-        if node.op != "mul" or len(activations) != 2 or from_scores.count(True) != 1:
-            return False
-        scores, values = activations if from_scores[0] else activations[::-1]
-        self._new_origin(number, node)
-        self._mix(number, node, node.tensors[scores][..., None], node.tensors[values][..., None])
-        return True
 
     def _sum(self, number: int, node: Node, activations: list[int], origins: list[Tensor], oldest: Tensor) -> None:
         differ = [(origins[i] >= 0) & (origins[i] != oldest) for i in activations]

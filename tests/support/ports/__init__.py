@@ -111,7 +111,6 @@ _PORTS = (
     Port("adapters", "low-rank A and B beside every weight, B zero", spare="lora_"),
     Port("lazy", "nn.LazyLinear: no weight has a shape before the first call; the head has a bias"),
     Port("frozen", "weights are buffers, no parameters"),
-    Port("tiled", "flash attention over tiles; a value head beside the logits; returns (values, logits)", spare="value_"),
     # These cannot hold all of the checkpoint.
     Port("short", "half the positions", room=0.5),
     Port("bare", "nano without biases, in norms too", (*ALL_BIASES, "ln_f.bias"), home="ports.nano", options={"bias": False}),
