@@ -22,9 +22,8 @@ from gpt2.measure.user_code import error_at, logits_of
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
-from gpt2.port.mapping.filling import fill
+from gpt2.port.mapping.filling import fill, overwritten
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.remarks import Remarks
 from gpt2.port.mapping.report import MappingReport
 from gpt2.port.recording.forward import Borrowed
@@ -81,28 +80,17 @@ def load_into(
         verdict = check.judge(borrowed, remarks)
         remarks.settle(verdict.agrees)
         borrowed.keep(row.name for row in rows)
-    return MappingReport(
-        module=name,
-        checkpoint=model if isinstance(model, str) else "a model",
-        rows=rows,
-        unfilled=remarks.unfilled,
-        idle=remarks.idle,
-        unused=remarks.unused,
-        ambiguous=tuple(remarks.ambiguous),
-        problems=tuple(remarks.problems),
-        notes=tuple(remarks.notes),
-        logits_error=verdict.error,
-        logits_note=verdict.words,
-        agrees=verdict.agrees,
-    )
+    unplaced = remarks.unfilled, remarks.idle, remarks.unused
+    said = tuple(remarks.ambiguous), tuple(remarks.problems), tuple(remarks.notes)
+    return MappingReport(name, model if isinstance(model, str) else "a model", rows, *unplaced, *said, *verdict)
 
 
 class LogitsVerdict(NamedTuple):
-    """Whether the logits agree, the worst error over the root mean square of all logits (None if unknown), and a sentence."""
+    """The worst error over the root mean square of all logits (None if unknown), a sentence, and whether the logits agree."""
 
-    agrees: bool
     error: float | None
     words: str
+    agrees: bool = False
 
 
 class LogitsCheck:
@@ -132,7 +120,7 @@ class LogitsCheck:
     def judge(self, borrowed: Borrowed, remarks: Remarks) -> LogitsVerdict:
         """Run the filled module in float64, return the verdict, and add the problems to ``remarks``."""
         if remarks.anatomy.width != self.config.n_embd:
-            return LogitsVerdict(False, None, "the logits cannot be compared, the module being of another size")
+            return LogitsVerdict(None, "the logits cannot be compared, the module being of another size")
         outputs, failures = self.outputs(borrowed.module)
         if len(failures) == len(outputs):
             return self._judge_rounding(borrowed, failures[0])
@@ -141,22 +129,22 @@ class LogitsCheck:
             remarks.notes.append(f"your forward fails on other lengths than {lengths} ({failures[0]})")
         error = worst_error(outputs, self.expected)
         if error <= FLOAT64_BOUND:
-            return LogitsVerdict(True, error, "the logits agree with our model's")
+            return LogitsVerdict(error, "the logits agree with our model's", True)
         if self.expected_without and (rest := worst_error(outputs, self.expected_without)) <= FLOAT64_BOUND:
             lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
             remarks.notes.append(f"{lack} ({rest:.1e})")
-            return LogitsVerdict(False, error, "the logits differ, by what your module lacks")
+            return LogitsVerdict(error, "the logits differ, by what your module lacks")
         again, _ = self.outputs(borrowed.module)
         if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)):
             remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
         if error <= ROUNDED_CONSTANT:
             kept = f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32"
             remarks.problems.append(f"{kept}; `gpt2 diagnose` says which")
-            return LogitsVerdict(False, error, "the logits nearly agree")
+            return LogitsVerdict(error, "the logits nearly agree")
         placed = "what could be placed is placed" if remarks.unfilled or remarks.unused else "all weights are placed"
         other = "but your module computes something else than GPT-2; `gpt2 diagnose` says where it departs"
         remarks.problems.append(f"{placed}, {other}")
-        return LogitsVerdict(False, error, "the logits differ")
+        return LogitsVerdict(error, "the logits differ")
 
     def _judge_rounding(self, borrowed: Borrowed, failure: str) -> LogitsVerdict:
         """Compare errors in the module's own dtype, module against our model, for a module that fails in float64."""
@@ -164,12 +152,12 @@ class LogitsCheck:
         dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
         outputs, failures = self.outputs(borrowed.module)
         if len(failures) == len(outputs):
-            return LogitsVerdict(False, None, f"the logits cannot be compared: the forward fails ({failures[0]})")
+            return LogitsVerdict(None, f"the logits cannot be compared: the forward fails ({failures[0]})")
         error, rounding = worst_error(outputs, self.expected), worst_error(self.reference(self.state, dtype), self.expected)
         agrees, name = error <= MAX_RATIO * rounding, str(dtype).removeprefix("torch.")
         errors = f"{error:.1e} from our model in float64; our model in {name} is {rounding:.1e} from it"
         words = f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} (in float64 yours fails: {failure})"
-        return LogitsVerdict(agrees, None, words)
+        return LogitsVerdict(None, words, agrees)
 
     def outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
         """Return the module's output for each probe (None where it fails), and the error messages."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -39,6 +39,20 @@ def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) ->
             row = MappingRow(source.name, source.region.shape, names, words)
         results.append(Filled(source, row, low != KEEP, words))
     return results
+
+
+def overwritten(borrowed: Borrowed, mapping: WeightMap) -> Iterator[str]:
+    """Yield a sentence for each table of sines, which its author did not mean to be loaded; call it before filling."""
+    for source in mapping.sources:
+        if any(part.part == "wpe" for part in mapping.parts(source)) and _are_sines(borrowed.tensors[source.name].detach()):
+            yield f"your {source.name} holds sines and cosines: without load_into your module has no learned positions"
+
+
+def _are_sines(table: Tensor) -> bool:
+    """Return whether a table (..., positions, width) can be sinusoidal: sin 0 and cos 0 first, then nothing beyond one."""
+    first, *_ = rows = table.reshape(-1, table.shape[-1])
+    zeros, ones = first == 0, first == 1
+    return bool((zeros | ones).all() and zeros.any() and ones.any() and (rows.abs() <= 1).all() and (rows[1:] != first).any())
 
 
 def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor]) -> None:

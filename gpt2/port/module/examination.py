@@ -26,9 +26,8 @@ from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
-from gpt2.port.mapping.filling import fill
+from gpt2.port.mapping.filling import fill, overwritten
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.mapping.overwritten import overwritten
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.module.behaviour import Behaviour
 from gpt2.port.module.imprecise import imprecise
