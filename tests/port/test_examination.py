@@ -221,7 +221,7 @@ def test_the_line_that_is_shown_as_a_fix_computes_what_gpt2_computes(id: str) ->
         "weight": block.ln_1.weight, "c_proj": block.attn.c_proj, "y": t["h.0.attn.heads"],
         "future": torch.ones(8, 8).triu(1).bool(),
     }  # fmt: skip
-    fix = CAUSES[id].fix.partition("#")[0].replace("return ", "").strip()
+    fix = CAUSES[id].partition("#")[0].replace("return ", "").strip()
     if "=" not in fix.partition("(")[0]:
         fix = f"_ = {fix}"
     exec(fix, names)

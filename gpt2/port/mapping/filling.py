@@ -61,15 +61,8 @@ def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str,
         for half, numbers in zip(target.chunk(2), entries.chunk(2), strict=True):
             put(half, numbers, mapping, state)
         return
-    pieces = mapping.by_tensor(entries)
-    if all(mine is not ... for _, mine, _ in pieces):
-        target.masked_fill_(entries == ZERO, 0.0)
-    for name, mine, numbers in pieces:
-        values = state[name].flatten().index_select(0, numbers.flatten()).to(target)
-        if mine is ...:
-            target.copy_(values.view(target.shape))
-        else:
-            target[mine] = values
+    values = mapping.values(entries, state).masked_fill_(entries == ZERO, 0.0).to(target)
+    target.copy_(torch.where((entries == KEEP).to(target.device), target, values))
 
 
 def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import re
+from collections.abc import Mapping
 from types import EllipsisType
 from typing import NamedTuple
 
@@ -116,6 +117,14 @@ class WeightMap:
             if low < stop and high >= start and bool((mine := (entries >= start) & (entries < stop)).any()):
                 groups.append((name, mine, entries[mine] - start))
         return groups
+
+    def values(self, entries: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the numbers of these entries in float64; NaN for ZERO, KEEP and what is in none of the ``tensors``."""
+        values = torch.full(entries.shape, torch.nan, dtype=torch.float64)
+        for name, mine, places in self.by_tensor(entries):
+            if name in tensors:
+                values[mine] = tensors[name].flatten()[places.long()].double()
+        return values
 
     def entries(self, source: Source) -> Tensor:
         """Return for each place of a parameter the number of the entry that fills it, or KEEP or ZERO."""

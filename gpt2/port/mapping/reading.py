@@ -55,10 +55,7 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
         for name in filled.take(entries, value):
             names.setdefault(name, source.name)
     for conflict in mapping.conflicts:  # one parameter is used as two parts
-        taken = torch.empty(conflict.taken.shape, dtype=torch.float64)
-        for name, mine, places in mapping.by_tensor(conflict.taken):
-            taken[mine] = filled.weight(name).flatten()[places]
-        for name in filled.scatter(conflict.refused, taken):
+        for name in filled.scatter(conflict.refused, mapping.values(conflict.taken, filled.weights)):
             names.setdefault(name, conflict.source)
             if ".c_attn." in name:
                 one, other = (mapping.place(int(entries[0])) for entries in (conflict.refused, conflict.taken))

@@ -95,7 +95,7 @@ class Remarks:
                 self._left_out(one.source, one.row is None, one.words)
         alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights
         for conflict in self.mapping.conflicts:
-            if not torch.equal(self._values(conflict.taken), self._values(conflict.refused)):
+            if not torch.equal(*(self.mapping.values(some, self.state) for some in (conflict.taken, conflict.refused))):
                 one_part, other = (self.mapping.place(int(entries[0])) for entries in (conflict.taken, conflict.refused))
                 if one_part != other:  # else of another head: a departure
                     words = f"{conflict.source} serves as {one_part} and as {other}, which differ; it holds the first"
@@ -122,12 +122,6 @@ class Remarks:
             return "used in the forward pass, but as no part of GPT-2 that is known here"
         beyond = misfit.layer not in (None, *range(self.mapping.config.n_layer))
         return "the checkpoint has no such block" if beyond else "of another size in the checkpoint"
-
-    def _values(self, entries: Tensor) -> Tensor:
-        values = torch.empty(entries.shape, dtype=torch.float64)
-        for name, mine, numbers in self.mapping.by_tensor(entries):
-            values[mine] = self.state[name].flatten()[numbers].double()
-        return values
 
     def settle(self, agrees: bool) -> None:
         """If the logits agree, turn problems about parameters left unchanged into notes: they have no effect."""

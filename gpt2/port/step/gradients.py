@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from statistics import median
 
 import torch
@@ -98,16 +98,8 @@ def expected_gradients(config: GPT2Config, state: Samples, roles: Roles, sampler
         entries = mapping.entries(source).flatten()
         if entries.numel() == parameter.numel():
             kept = entries[sampler.indices[name]]
-            out[name] = _taken(mapping, kept, found | {TABLE: table.grad}), _taken(mapping, kept, head).nan_to_num(0.0)
+            out[name] = mapping.values(kept, found | {TABLE: table.grad}), mapping.values(kept, head).nan_to_num(0.0)
     return out
-
-
-def _taken(mapping: WeightMap, entries: Tensor, gradients: Mapping[str, Tensor]) -> Tensor:
-    values = torch.full(entries.shape, torch.nan, dtype=torch.float64)
-    for name, mine, places in mapping.by_tensor(entries):
-        if name in gradients:
-            values[mine] = gradients[name].reshape(-1)[places.long()]
-    return values
 
 
 def judge_gradients(

@@ -10,16 +10,10 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 from gpt2.port.terms.places import Place, joined
 
 SURE, LIKELY = 1.0, 0.8  # confidence: reproduces the whole run; reproduces its place only
-
-
-class KnownCause(NamedTuple):
-    title: str
-    fix: str
 
 
 BLOCK = "x = x + attn(ln_1(x)); x = x + mlp(ln_2(x))"
@@ -41,10 +35,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "wrong-tensor": ("a parameter holds another tensor of the checkpoint", "copy the tensor of this name: {where}"),
         "qkv-order": ("queries, keys and values are taken from wrong places", f"{SPLIT}  # of c_attn"),
         "head-layout": ("heads and their units are read in another order", HEADS),
-        "missing-bias": (
-            "a bias of the checkpoint has no place",
-            "nn.Linear(n_in, n_out, bias=True), with the checkpoint's bias",
-        ),
+        "missing-bias": ("a checkpoint's bias has no place", "nn.Linear(n_in, n_out, bias=True), with the checkpoint's bias"),
         "untied-head": ("the head has its own weights", "lm_head.weight = wte.weight  # logits = x @ wte.weight.t()"),
         "reduced-precision": ("numbers were rounded to a narrower dtype", "load in float32: no .half(), no .bfloat16()"),
         "padded-vocab": ("there are more logits than tokens", "logits = logits[..., :vocab_size]"),
@@ -53,10 +44,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "layernorm-eps": ("another epsilon in the layer norm", "nn.LayerNorm(n_embd, eps=1e-5)"),
         "layernorm-unbiased-variance": ("the variance is divided by D - 1", "x.var(-1, keepdim=True, unbiased=False)"),
         "layernorm-not-normalising": ("the input is scaled and shifted, not normalised", NORM),
-        "layernorm-without-affine": (
-            "the norm has no scale and shift",
-            "nn.LayerNorm(n_embd), with the weight and bias of the file",
-        ),
+        "layernorm-without-affine": ("no scale and no shift", "nn.LayerNorm(n_embd), with the weight and bias of the file"),
         "rmsnorm": ("the norm does not subtract the mean", f"nn.LayerNorm(n_embd), not nn.RMSNorm: {NORM}"),
         "layernorm-axis": ("the norm runs over the wrong axis", f"{NORM}  # mean and var over dim=-1 of (B, T, D)"),
         "post-norm": ("norms stand after the branches", BLOCK),
@@ -70,10 +58,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
     },
     "Attention": {
         "scale-missing": ("the scores are not scaled", SCORES),
-        "scale-by-width": (
-            "the scores are scaled by the width, not by the head size",
-            f"{SCORES}  # n_embd // n_head, not n_embd",
-        ),
+        "scale-by-width": ("the scores are scaled by the width, not the head size", f"{SCORES}  # n_embd // n_head, not n_embd"),
         "scale-twice": ("the scores are scaled twice", f"{SCORES}, once; scaled_dot_product_attention does it itself"),
         "scale-inverse-layer": ("the scores are scaled by the layer's number", f"{SCORES}, in every layer"),
         "scale-wrong": ("the scores are multiplied by another factor", SCORES),
@@ -84,18 +69,12 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "softmax-axis": ("the softmax runs over the wrong axis", "scores.softmax(dim=-1)  # over the keys"),
         "softmax-missing": ("there is no softmax", "weights = scores.masked_fill(future, -inf).softmax(-1)"),
         "output-projection-missing": ("attention has no output projection", "return c_proj(y)"),
-        "value-projection-wrong": (
-            "attention mixes something other than the values",
-            "y = weights @ v  # the last third of c_attn",
-        ),
+        "value-projection-wrong": ("attention mixes something else than values", "y = weights @ v  # the last third of c_attn"),
     },
     "Positions and embeddings": {
         "position-missing": ("no positions are added", EMBEDDED),
         "position-offset": ("positions do not begin at row 0", EMBEDDED),
-        "position-sinusoidal": (
-            "positions are sines, not the learned ones",
-            f"{EMBEDDED}  # wpe is a parameter of the checkpoint",
-        ),
+        "position-sinusoidal": ("positions are sines, and not learned", f"{EMBEDDED}  # wpe is a parameter of the checkpoint"),
         "rotary-positions": ("queries and keys are turned by their position", f"{SCORES}  # q and k as c_attn gives them"),
         "embedding-scaled": ("the embeddings are scaled", f"{EMBEDDED}  # no factor"),
     },
@@ -110,10 +89,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "extra-norm": ("a norm that GPT-2 does not have", "x = wte(ids) + wpe(pos); blocks; ln_f: no other norm"),
         "logits-scaled": ("the logits are scaled", f"{HEAD}  # no factor"),
         "extra-bias": ("a bias that GPT-2 does not have", "lm_head = nn.Linear(n_embd, vocab_size, bias=False)"),
-        "logits-softmaxed": (
-            "the output is probabilities, not logits",
-            "return logits  # the loss and the sampler take the softmax",
-        ),
+        "logits-softmaxed": ("probabilities come out, not logits", "return logits  # the loss and the sampler take the softmax"),
     },
     "Behaviour": {
         "dropout-active": ("dropout does not stop in eval mode", "F.dropout(x, p, training=self.training), or nn.Dropout"),
@@ -123,7 +99,7 @@ SECTIONS: dict[str, dict[str, tuple[str, str]]] = {
         "padding-wrong": ("other logits for a padded row than for the row alone", PADDED),
     },
 }
-CAUSES = {id: KnownCause(*row) for rows in SECTIONS.values() for id, row in rows.items()}
+CAUSES = {id: fix for rows in SECTIONS.values() for id, (_, fix) in rows.items()}  # the corrected line
 HEADING = """\
 # What `gpt2 diagnose` can name in a forward pass
 
@@ -183,7 +159,7 @@ class Cause:
     @property
     def fix(self) -> str:
         """The corrected line."""
-        return (self.mend or CAUSES[self.id].fix).replace("{where}", self.where)
+        return (self.mend or CAUSES[self.id]).replace("{where}", self.where)
 
     def printed(self) -> dict[str, str | float | None]:
         """Return what a report says of it."""
