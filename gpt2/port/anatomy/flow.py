@@ -9,7 +9,7 @@ from enum import Enum
 import torch
 from torch import Tensor
 
-from gpt2.port.recording.dataflow import Node, NodeKind, Recording, without_repeats
+from gpt2.port.recording.dataflow import Node, NodeKind, Recording
 
 LINEAR = {"add", "sub", "mul", "div", "neg", "dropout"}
 
@@ -154,16 +154,8 @@ class Flow:
         return torch.arange(size).view(node.shape) // max(1, size // self.recording.ids.numel())
 
     def _other(self, number: int, node: Node) -> None:
-        if self._is_learned(node):  # a mask or a position that is computed from the token ids alone is no activation
+        if node.learned:  # a mask or a position that is computed from the token ids alone is no activation
             self._new_origin(number, node, StreamState.NONLINEAR)
-
-    def _is_learned(self, node: Node) -> bool:
-        """Return whether any parameter or buffer went into a node's results."""
-        tensors = [without_repeats(operand) for operand in node.tensors]
-        if len(tensors) < len(node.operands) or any(bool(((x >= 0) & (x < self.recording.tokens)).any()) for x in tensors):
-            return True
-        before = {number for x in tensors for number in self.recording.owners(x).unique().tolist() if number >= 0}
-        return any(self._is_learned(self.nodes[number]) for number in before)
 
     def _rowwise(self, number: int, node: Node) -> None:
         for table in (self.origin, self.place):

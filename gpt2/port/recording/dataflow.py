@@ -69,6 +69,7 @@ class Node:
     shape: tuple[int, ...]
     operands: tuple[Tensor | Region, ...]
     live: bool  # depends on the token ids
+    learned: bool  # depends on a parameter or buffer
     weight: int | None = None  # for a contraction: the operand that has only parameters
     index: Tensor | None = field(default=None, repr=False)  # for a lookup: each result's row
 

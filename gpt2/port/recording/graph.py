@@ -103,11 +103,11 @@ class Graph:
         weight: int | None = None,
         index: Tensor | None = None,
     ) -> Tensor:
-        needs = [self.dependence(operand) for operand in operands]
-        live = kind is NodeKind.LOOKUP or any(need.tokens for need in needs)
+        tokens, sources = (any(needs) for needs in zip((False, False), *map(self.dependence, operands), strict=True))
+        need = Dependence(tokens or kind is NodeKind.LOOKUP, sources)
         self._starts.append(self._next)
-        self._dependences.append(Dependence(live, any(need.sources for need in needs)))
-        self.nodes.append(Node(kind, op, self._next, tuple(shape), operands, live, weight, index))
+        self._dependences.append(need)
+        self.nodes.append(Node(kind, op, self._next, tuple(shape), operands, *need, weight, index))
         return self._new(shape)
 
     def elementwise(self, op: str, shape: tuple[int, ...], *operands: Tensor | None) -> Tensor:
