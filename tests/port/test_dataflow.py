@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from gpt2.measure.user_code import logits_of
 from gpt2.port.recording import operators
-from gpt2.port.recording.dataflow import NodeKind, Recording, Region
+from gpt2.port.recording.dataflow import NodeKind, Recording, Region, Use
 from gpt2.port.recording.recorder import record
 
 D, V = 6, 17
@@ -117,7 +117,7 @@ def test_the_evaluation_above_can_fail() -> None:
         lambda m, ids: m.table.index_select(0, ids.flatten()).view(2, 3, D),
         lambda m, ids: m.table.gather(0, ids.flatten()[:, None].expand(-1, D)).view(2, 3, D),
         lambda m, ids: F.one_hot(ids, V).double() @ m.table,
-        lambda m, ids: m.table.clone()[ids + 0],
+        lambda m, ids: (m.table * 2)[ids + 0],
         lambda m, ids: torch.stack([F.embedding(column, m.table) for column in ids.unbind(1)], dim=1),
     ],
 )
@@ -132,6 +132,27 @@ def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor
     table = recording.sources[0].region.ids()
     assert torch.equal(read, table[IDS.flatten().sort().values].flatten())
     assert {recording.owner(i) for i in recording.output.flatten()} <= {recording.nodes.index(n) for n in nodes}
+
+
+@pytest.mark.parametrize(
+    ("change", "use"),
+    [
+        (lambda w: w, Use()),
+        (lambda w: w * 0.5, Use(0.5)),
+        (lambda w: 4 * w, Use(4.0)),
+        (lambda w: w / 8, Use(0.125)),
+        (lambda w: w.t().contiguous() * torch.tensor(2.0), Use(2.0)),
+        (lambda w: -w, Use(-1.0)),
+        (lambda w: 1 + w, Use(1.0, 1.0)),
+        (lambda w: (w - 1) * 3, Use(3.0, -3.0)),
+        (lambda w: torch.cat((w[:, :2] * 2, w[:, 2:] * 2), 1), Use(2.0)),
+    ],
+)
+def test_constants_applied_to_a_parameter_are_recorded(change: Callable[[Tensor], Tensor], use: Use) -> None:
+    """A weight that is scaled whenever it is used must be stored divided by the scale."""
+    recording = record(Small(lambda m, x: x @ change(m.square)), IDS)
+    assert recording.uses[recording.sources[1].storage] == {use}
+    assert [node.weight for node in recording.nodes] == [None, 1]
 
 
 def mha(m: Small, x: Tensor) -> Tensor:

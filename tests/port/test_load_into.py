@@ -415,6 +415,8 @@ def test_every_parameter_has_a_row_that_says_from_where() -> None:
         ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "in another order"),
         ("scanned", "wide_b", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "put together"),
         ("short", "places.weight", "wpe.weight", "rows 0:11"),
+        ("centred", "final_norm.gamma", "ln_f.weight", "none, less 1"),
+        ("centred", "layers.0.to_out.weight", "h.0.attn.c_proj.weight", "transposed, divided by 0.2236"),
     ],
 )
 def test_transformations_in_words(port: str, name: str, sources: str, words: str) -> None:

@@ -65,7 +65,7 @@ class Anatomy:
         order = list(range(max(len(self.attentions), len(self.feed_forwards))))
         names, others = ([self.recording.name(one.weight) for one in some] for some in (self.attentions, self.feed_forwards))
         pattern = re.sub(r"\d+", "#", names[0])
-        unused = [source.name for source in self.recording.sources if source.storage not in self.recording.used]
+        unused = [source.name for source in self.recording.sources if source.storage not in self.recording.uses]
         idle = [name for name in unused if re.sub(r"\d+", "#", name) == pattern]
         if any(re.sub(r"\d+", "#", name) != pattern for name in names):
             return order, order

@@ -51,7 +51,7 @@ SCALINGS = [{"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for 
 
 @dataclass(frozen=True)
 class ModuleCheckpoint(Checkpoint):
-    """A module's weights and config, in memory; ``notes`` say what was added or left out."""
+    """A module's weights and config, in memory; ``notes`` say what was added, left out or rounded."""
 
     weights: dict[str, Tensor]
     notes: tuple[str, ...]
@@ -167,7 +167,7 @@ class _Reading:
         self._require(error := worst_error(outputs, check.reference(weights)), "module computes, with its own weights alone,")
         dtype = self.dtype if self.dtype in DTYPE_NAMES else torch.float32
         stored = {key: tensor.to(dtype, copy=True) for key, tensor in weights.items()}
-        return ModuleCheckpoint(self.name, None, config, dtype, dtype, stored, tuple(self._notes(error)))
+        return ModuleCheckpoint(self.name, None, config, dtype, dtype, stored, tuple(self._notes(stored, error)))
 
     def _outputs(self) -> list[Tensor | None]:
         """Return the module's outputs for the probes, without its casts to narrower dtypes."""
@@ -206,7 +206,8 @@ class _Reading:
             weights = {key: x * factor if key.startswith(("wte", "wpe")) or ".c_proj." in key else x for key, x in state.items()}
             weights |= {key: x * 0 for key, x in state.items() if key.endswith(off)}
             for source in self.sources:
-                put(self.borrowed.tensors[source.name], self.mapping.entries(source), self.mapping, weights)
+                entries, use = self.mapping.entries(source), self.mapping.use(source)
+                put(self.borrowed.tensors[source.name], entries, self.mapping, weights, use)
             outputs, errors = self._outputs(), []
             first = check.config if fields else replace(check.config, layer_norm_epsilon=self._epsilon(outputs, weights))
             configs = [replace(first, **each) for each in fields or ({},)]
@@ -236,14 +237,16 @@ class _Reading:
         epsilon = float((inverse**-2 - stream.var(-1, correction=0)).median())
         return float(f"{epsilon:.6g}") if 1e-16 < epsilon < math.inf else 0.0
 
-    def _notes(self, error: float) -> Iterator[str]:
+    def _notes(self, stored: dict[str, Tensor], error: float) -> Iterator[str]:
         unused = [source.name for source in self.mapping.sources if source.is_parameter and source not in self.sources]
         lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in self.own.placed.items() if not bool(placed.all())]
+        rounded = [key for key, tensor in stored.items() if not torch.equal(tensor.double(), self.own.weights[key])]
         for what, names in (
             ("verified with float64 where its forward casts to", sorted(self.casts)),
             ("its logits differ, as with a constant in float32, by", [f"{error:.1e}"] if error > FLOAT64_BOUND else []),
             ("a bias that it lacks is zero, a norm's scale is one:", lacks),
             ("left out, as no logit depends on them:", unused),
+            ("rounded, as it uses its parameters scaled or shifted:", rounded),
         ):
             if names:
                 yield f"{what} {listed(list(dict.fromkeys(names)))}"

@@ -80,7 +80,7 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
             yield cause("layer-repeated", f"your {what} runs {branch.times} times", Place(branch.layer, ""), kind=what)
         if not branch.normed and not anatomy.post_norm:
             yield cause("norm-missing", f"your {what} has no norm before it", Place(branch.layer, branch.norm))
-    used = (source for source in mapping.sources if source.storage in anatomy.recording.used and len(source.region.shape) > 1)
+    used = (source for source in mapping.sources if source.storage in anatomy.recording.uses and len(source.region.shape) > 1)
     known = all(mapping.parts(source) for source in used)  # else an unknown matrix may be that of a branch
     for layer, (part, (what, before)) in itertools.product(anatomy.layers if known else (), BRANCHES.items()):
         if all((branch.layer, branch.part) != (layer, part) for branch in anatomy.branches):

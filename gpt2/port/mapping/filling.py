@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
-from gpt2.port.recording.dataflow import Source
+from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.recording.forward import Borrowed
 
 MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
@@ -35,8 +35,11 @@ def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) ->
         names, words = describe(entries, mapping)
         row = None
         if high != KEEP:
-            put(borrowed.tensors[source.name], entries, mapping, state)
-            row = MappingRow(source.name, source.region.shape, names, words)
+            use = mapping.use(source)
+            put(borrowed.tensors[source.name], entries, mapping, state, use)
+            change = f", less {use.shift:.4g}" if use.shift else ""
+            change += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
+            row = MappingRow(source.name, source.region.shape, names, words + change)
         results.append(Filled(source, row, low != KEEP, words))
     return results
 
@@ -55,14 +58,14 @@ def _are_sines(table: Tensor) -> bool:
     return bool((zeros | ones).all() and zeros.any() and ones.any() and (rows.abs() <= 1).all() and (rows[1:] != first).any())
 
 
-def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor]) -> None:
-    """Write the checkpoint's entries into a parameter."""
+def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor], use: Use) -> None:
+    """Write the checkpoint's entries into a parameter; invert ``use``, so that the forward pass computes with the entries."""
     if target.numel() > MAX_ENTRIES and len(target) > 1:
         for half, numbers in zip(target.chunk(2), entries.chunk(2), strict=True):
-            put(half, numbers, mapping, state)
+            put(half, numbers, mapping, state, use)
         return
-    values = mapping.values(entries, state).masked_fill_(entries == ZERO, 0.0).to(target)
-    target.copy_(torch.where((entries == KEEP).to(target.device), target, values))
+    values = (mapping.values(entries, state).masked_fill_(entries == ZERO, 0.0) - use.shift) / use.scale
+    target.copy_(torch.where((entries == KEEP).to(target.device), target, values.to(target)))
 
 
 def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]:

@@ -16,7 +16,7 @@ from gpt2.checkpoint.keys import expected, head_name
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import ModelPart
-from gpt2.port.recording.dataflow import Region, Source
+from gpt2.port.recording.dataflow import Region, Source, Use
 from gpt2.port.terms.places import Place
 
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
@@ -103,6 +103,11 @@ class WeightMap:
         for source in sources:
             by_region.setdefault(source.region, source)
         return list(by_region.values())
+
+    def use(self, source: Source) -> Use:
+        """Return how the forward pass uses a parameter's value: unchanged, if it does so anywhere."""
+        uses = self.anatomy.recording.uses.get(source.storage, {Use()})
+        return Use() if Use() in uses else min(uses)
 
     def by_tensor(self, entries: Tensor) -> list[tuple[str, Tensor | EllipsisType, Tensor]]:
         """Group entries by tensor: name, mask (``...`` for all), flat indices in the tensor. ZERO and KEEP are left out."""

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
 from gpt2.port.mapping.mapping import ZERO, WeightMap
+from gpt2.port.recording.dataflow import Use
 
+ROUNDING = 1e-15
 NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
 
 
@@ -50,7 +52,8 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     recording = mapping.anatomy.recording
     words = recording.source(int(mapping.anatomy.stream.words.ids[0])).storage
     for source in mapping.sources:
-        entries, value = mapping.entries(source), tensors[source.name].detach().cpu().double()
+        use, entries, value = mapping.use(source), mapping.entries(source), tensors[source.name].detach().cpu().double()
+        value = value if use == Use() else value * use.scale + use.shift  # as the computation uses it
         parts = mapping.parts(source)
         if source.storage != words and parts:
             if HEAD not in state and all(part.part == "head" for part in parts):
@@ -72,7 +75,9 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
 
 
 def _completed(name: str, weight: Tensor, placed: Tensor, ours: Tensor) -> Tensor:
-    """Return ``weight``, with ``ours`` for a matrix's missing entries; ``ours`` itself if all are equal."""
+    """Return ``weight``, with ``ours`` for a matrix's missing entries and for rounding; ``ours`` itself if all are equal."""
     if weight.ndim > 1 and bool(placed.any() if name == "wpe.weight" else not placed.all()):
         weight = torch.where(placed, weight, ours.double())
-    return ours if torch.equal(weight, ours) else weight
+    if torch.equal(weight, ours):
+        return ours
+    return torch.where((weight - ours).abs() <= ROUNDING * (1 + ours.abs()), ours, weight)  # (g - 1) + 1 is not always g

@@ -104,7 +104,7 @@ class Remarks:
 
     def _left_out(self, source: Source, whole: bool, words: str) -> None:
         positions = self.anatomy.positions
-        if whole and source.storage not in self.anatomy.recording.used:
+        if whole and source.storage not in self.anatomy.recording.uses:
             self.idle[source.name] = "never used in the forward pass"
         elif whole:
             self.unfilled[source.name] = self._why(source)

@@ -26,7 +26,7 @@ from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
-from gpt2.port.mapping.filling import fill, overwritten
+from gpt2.port.mapping.filling import fill, overwritten, put
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.module.behaviour import Behaviour
@@ -35,6 +35,7 @@ from gpt2.port.module.runs import Runs, named
 from gpt2.port.module.seen import seen
 from gpt2.port.module.weights import WeightComparison
 from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
@@ -202,6 +203,7 @@ class Examination:
 
     def _read_checkpoint(self, borrowed: Borrowed) -> None:
         """Set ``state`` to the checkpoint in float64, rounded first to the module's dtype if that is narrower."""
+        self.dtypes = {name: tensor.dtype for name, tensor in borrowed.tensors.items()}
         sizes: Counter[torch.dtype] = Counter()
         for tensor in borrowed.tensors.values():
             sizes[tensor.dtype] += tensor.numel() if tensor.is_floating_point() else 0
@@ -235,6 +237,7 @@ class Examination:
                 raise InputError(f"{self.who}: {words}")
         divergence = None
         if not self.fill:
+            self._restore_rounded(self.mapping, borrowed)
             own, comparison = self._compared(self.mapping, borrowed)
             if not comparison.blank:
                 return own, None
@@ -253,6 +256,18 @@ class Examination:
             self.weight_causes += comparison.causes
             self.notes += comparison.notes
         return own, comparison
+
+    def _restore_rounded(self, mapping: WeightMap, borrowed: Borrowed) -> None:
+        """Set parameters that are used scaled or shifted to exact values, if they hold the checkpoint's up to rounding."""
+        for source in mapping.sources:
+            use, tensor = mapping.use(source), borrowed.tensors[source.name]
+            if use == Use():
+                continue
+            exact = tensor.clone()
+            put(exact, mapping.entries(source), mapping, self.state, use)
+            near = 4 * torch.finfo(self.dtypes[source.name]).eps * (exact.abs() + abs(use.shift / use.scale))
+            if bool(((exact - tensor).abs() <= near).all()):
+                tensor.copy_(exact)
 
     # The module's computation
 

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -101,6 +102,13 @@ class Node:
         return inputs
 
 
+class Use(NamedTuple):
+    """How the computation uses a parameter's value: times ``scale``, plus ``shift``."""
+
+    scale: float = 1.0
+    shift: float = 0.0
+
+
 @dataclass(frozen=True)
 class Source:
     """A parameter or buffer; ``storage`` is the first id of its storage, which other names may share."""
@@ -120,6 +128,7 @@ class Recording:
     tokens: int  # the id of the first token; smaller ids belong to parameters and buffers
     nodes: tuple[Node, ...]
     output: Tensor  # ids of the logits
+    uses: dict[int, set[Use]]  # by storage: how it was used
     unfollowed: tuple[str, ...]  # operators that could not be followed; their results have no ids
 
     @property
@@ -143,17 +152,6 @@ class Recording:
     def name(self, id: int) -> str:
         """Return the source's name; "" for a computed element."""
         return self.source(id).name if 0 <= id < self.tokens else ""
-
-    @cached_property
-    def used(self) -> frozenset[int]:
-        """The storages of the sources that an operator computed with."""
-        storages = torch.tensor(sorted({source.storage for source in self.sources}))
-        used: set[int] = set()
-        for operand in (operand for node in self.nodes for operand in node.operands):
-            ids = torch.tensor(operand.start) if isinstance(operand, Region) else without_repeats(operand)
-            ids = ids[(ids >= 0) & (ids < self.tokens)]
-            used |= set(storages[torch.searchsorted(storages, ids, right=True) - 1].unique().tolist()) if ids.numel() else set()
-        return frozenset(used)
 
     @cached_property
     def needed(self) -> frozenset[int]:

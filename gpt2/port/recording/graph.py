@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt2.port.recording.dataflow import NO_ID, Node, NodeKind, Region, Source, without_repeats
+from gpt2.port.recording.dataflow import NO_ID, Node, NodeKind, Region, Source, Use, without_repeats
 
 Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
 
@@ -31,7 +31,9 @@ class Graph:
     def __init__(self, module: nn.Module, ids: Tensor) -> None:
         self.nodes: list[Node] = []
         self.sources: list[Source] = []
+        self.uses: dict[int, set[Use]] = {}
         self._next = 0
+        self._copies: dict[int, tuple[frozenset[int], Use]] = {}  # storage of a copy -> its sources' storages, and its change
         self._first_ids: dict[int, int] = {}  # storage of a source -> its first id
         self._ids: dict[int, tuple[Tensor, int]] = {}  # storage -> ids of its elements, and their size in bytes
         self._alive: list[torch.UntypedStorage] = []  # keeps addresses from being reused
@@ -64,6 +66,28 @@ class Graph:
         """Return the ids of a view into a source; None for other tensors."""
         first = self._first_ids.get(tensor.untyped_storage()._cdata)
         return None if first is None else _region(first, tensor)
+
+    def copied_from(self, tensor: Tensor) -> tuple[frozenset[int], Use] | None:
+        """Return the storages and the change of a source, or of a copy of sources; None for other tensors."""
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._first_ids:
+            return frozenset({self._first_ids[storage]}), Use()
+        return self._copies.get(storage)
+
+    def mark_copy(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0, shift: float = 0.0) -> None:
+        """Mark a tensor as a scaled and shifted copy of ``inputs``, if these are sources or copies of sources."""
+        origins = [self.copied_from(x) for x in inputs if self.has(x)]
+        copies = [origin for origin in origins if origin is not None]
+        if copies and len(copies) == len(origins) and len({use for _, use in copies}) == 1:
+            before = copies[0][1]
+            use = Use(before.scale * scale, before.shift * scale + shift)
+            self._copies[tensor.untyped_storage()._cdata] = frozenset().union(*(sources for sources, _ in copies)), use
+
+    def mark_use(self, tensor: Tensor) -> None:
+        """Note that an operator computed with a source, or with a copy of one."""
+        sources, use = self.copied_from(tensor) or ((), Use())
+        for source in sources:
+            self.uses.setdefault(source, set()).add(use)
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return a copy of the current ids of a tensor's elements; None if no element has one."""

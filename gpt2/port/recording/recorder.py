@@ -35,7 +35,7 @@ def record(module: nn.Module, ids: Tensor, vocabulary: int | None = None) -> Rec
         output = logits_of(module(ids), ids, vocabulary)
     graph, unfollowed = recorder.graph, tuple(sorted(recorder.unfollowed))
     nodes, sources = tuple(graph.nodes), tuple(graph.sources)
-    return Recording(sources, ids, graph.tokens, nodes, graph.or_blank(output), unfollowed)
+    return Recording(sources, ids, graph.tokens, nodes, graph.or_blank(output), graph.uses, unfollowed)
 
 
 class Recorder(OperatorMode):
@@ -65,9 +65,16 @@ class Recorder(OperatorMode):
             return
         output, named = outputs[0], call.named
         op = call.name.removesuffix("_") if call.writes and not call.name.startswith("__") else call.name
+        if not call.writes and (changed := self._changed_source(op, named)) is not None:
+            source, scale, shift = changed
+            self.graph.write(output, self.graph.or_blank(source))
+            self.graph.mark_copy(output, [source], scale, shift)
+            return
         if call.name in COPIES:
             self.graph.write(output, self._copied(call.func, op, named, output))
             return
+        for tensor in inputs:
+            self.graph.mark_use(tensor)
         if op in HANDLERS and (ids := HANDLERS[op](self.graph, named, output.shape)) is not None:
             self.graph.write(output, ids)
         elif torch.Tag.pointwise in call.func.tags:
@@ -88,21 +95,37 @@ class Recorder(OperatorMode):
                 ids = self.graph.add(NodeKind.OTHER, op, output.shape, *(ids for _, ids in known))
             self.graph.write(output, ids)
 
+    def _changed_source(self, op: str, named: dict[str, Any]) -> tuple[Tensor, float, float] | None:
+        """Return a source, or a copy of one, that a constant is applied to, with scale and shift; its ids stay."""
+        x, constant = named.get("self"), named.get("other", 0.0)
+        if op not in ("mul", "div", "add", "sub", "neg") or not isinstance(x, Tensor) or named.get("rounding_mode"):
+            return None
+        if op in ("mul", "add") and isinstance(constant, Tensor) and self.graph.copied_from(x) is None:
+            x, constant = constant, x  # the constant is the first argument
+        if isinstance(constant, Tensor):
+            constant = constant.item() if constant.numel() == 1 and not self.graph.has(constant) else None
+        if constant is None or self.graph.copied_from(x) is None or (op in ("mul", "div") and not constant):
+            return None
+        constant = float(constant) * (named.get("alpha", 1) if op in ("add", "sub") else 1)
+        scale = {"mul": constant, "div": 1 / (constant or 1), "neg": -1.0}.get(op, 1.0)
+        return x, scale, {"add": constant, "sub": -constant}.get(op, 0.0)
+
     def _copied(self, func: Callable[..., Tensor], op: str, named: dict[str, Any], output: Tensor) -> Tensor:
         """Return the ids of copied elements: run the operator on ids instead of values."""
-        if op in TABLES and (taken := self._taken(func, op, named)) is not None:
+        if op in TABLES and (taken := self._taken(func, op, named, output)) is not None:
             return taken
         copied = {name: value for name, value in named.items() if name in COPIED_ARGUMENTS}
+        if op != "copy":
+            self.graph.mark_copy(output, tensors(copied))
         if op in ("_to_copy", "copy"):
             return self.graph.or_blank(named["src" if op == "copy" else "self"]).expand(output.shape)
         on_ids = named | tree_map(lambda x: self.graph.or_blank(x) if isinstance(x, Tensor) else x, copied)
         return func(**on_ids | ({"value": NO_ID} if op == "constant_pad_nd" else {}))
 
-    def _taken(self, func: Callable[..., Tensor], op: str, named: dict[str, Any]) -> Tensor | None:
+    def _taken(self, func: Callable[..., Tensor], op: str, named: dict[str, Any], output: Tensor) -> Tensor | None:
         """Return the ids taken from a table of sources (a lookup, if the index depends on tokens); None for other tables."""
         table, index = named[TABLES[op]], named["indices" if "indices" in named else "index"]
-        region = self.graph.region(table)
-        if region is None and not self.graph.is_source(self.graph.or_blank(table)):
+        if self.graph.copied_from(table) is None:
             return None
 
         def take(numbers: Tensor) -> Tensor:
@@ -112,6 +135,7 @@ class Recorder(OperatorMode):
             n = table.shape[axis]
             return take(torch.arange(n).view([-1 if i == axis else 1 for i in range(table.ndim)]).expand(table.shape))
 
+        region = self.graph.region(table)
         if region is None:
             ids = take(self.graph.or_blank(table))
         else:  # do not build the ids of a whole large table
@@ -121,7 +145,9 @@ class Recorder(OperatorMode):
         with_ids = [(axis, by) for axis, x in numbers if x is not None and (by := self.graph.of(x)) is not None]
         chosen = [(axis, by) for axis, by in with_ids if self.graph.dependence(by).tokens]
         if not chosen:
+            self.graph.mark_copy(output, [table])
             return ids
+        self.graph.mark_use(table)
         axis, by = chosen[0]
         axis = named.get("dim", axis) % table.ndim
         if by.shape != ids.shape:

@@ -14,7 +14,7 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.recording.dataflow import Source
+from gpt2.port.recording.dataflow import Source, Use
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Samples, Watched, total_norm
 
@@ -74,8 +74,8 @@ class Roles:
 def expected_gradients(config: GPT2Config, state: Samples, roles: Roles, sampler: Sampler, forwards: Sequence[Forward]) -> Shares:
     """Return the gradients of a module's parameters for its own gradients of the logits; NaN where the checkpoint has none.
 
-    ``state`` is the checkpoint in float64. Parameters without a place in the checkpoint are left out. The gradients
-    have the sampled entries.
+    ``state`` is the checkpoint in float64. Parameters that are used scaled or shifted, and those without a place in the
+    checkpoint, are left out. The gradients have the sampled entries.
     """
     mapping, model = roles.mapping, model_with(config, state.items())
     assert mapping is not None
@@ -93,7 +93,7 @@ def expected_gradients(config: GPT2Config, state: Samples, roles: Roles, sampler
     out: Shares = {}
     for name, parameter in sampler.parameters.items():
         source = roles.sources.get(name)
-        if source is None:
+        if source is None or mapping.use(source) != Use():
             continue
         entries = mapping.entries(source).flatten()
         if entries.numel() == parameter.numel():

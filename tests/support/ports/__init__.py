@@ -32,14 +32,16 @@ class Port:
     """A port and its properties for the tests.
 
     ``lacks`` are the families of the checkpoint's table without a place in the port; ``room`` is the number of tokens that it
-    takes, as a fraction of the checkpoint's positions; ``spare`` is a part of the names of parameters that are not in
-    GPT-2 and have no effect. ``home`` is its module within tests/support, and ``options`` go to that module's `build`.
+    takes, as a fraction of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's;
+    ``spare`` is a part of the names of parameters that are not in GPT-2 and have no effect. ``home`` is its module within
+    tests/support, and ``options`` go to that module's `build`.
     """
 
     name: str
     description: str
     lacks: tuple[str, ...] = ()
     room: float = 1.0
+    exact: bool = True
     spare: str = ""
     home: str = ""
     options: Mapping[str, object] = field(default_factory=dict)
@@ -111,6 +113,7 @@ _PORTS = (
     Port("adapters", "low-rank A and B beside every weight, B zero", spare="lora_"),
     Port("lazy", "nn.LazyLinear: no weight has a shape before the first call; the head has a bias"),
     Port("frozen", "weights are buffers, no parameters"),
+    Port("centred", "norms store their distance from one; matrices and positions are scaled when they are used", exact=False),
     # These cannot hold all of the checkpoint.
     Port("short", "half the positions", room=0.5),
     Port("bare", "nano without biases, in norms too", (*ALL_BIASES, "ln_f.bias"), home="ports.nano", options={"bias": False}),
