@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, closing, suppress
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,11 @@ from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
 from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO
-from gpt2.measure.tracing import Recorded, points, stepwise, trace_steps
+from gpt2.measure.tracing import Recorded, points, trace_steps
 from gpt2.model import GPT2
 from gpt2.parity.checks import Probe, Subject, head_of, hidden_of
 from gpt2.parity.reference import reference_cache
+from gpt2.parity.streaming import Walk, lockstep, side_by_side
 
 GREEDY_TOKENS = 24
 SAMPLES = 2  # runs with random rounding errors, each with the rows of a batch of its own; one
@@ -30,29 +31,6 @@ ENOUGH = 1 << 16  # where a point has so many errors
 CHUNK = 128  # positions whose logits are compared at a time
 SINGLE_TOKENS = 2  # read through the cache: the second one reads what the first one wrote
 MISSING = torch.tensor(math.nan)  # stands for a missing point: NaN fails any bound
-
-T = TypeVar("T")
-Walk = Callable[[Callable[[T], None]], object]
-
-
-def lockstep(*walks: Walk[T]) -> Generator[Iterator[T | None]]:
-    """Advance several computations side by side; yield, for each step, what each gives in turn, None from one that has ended.
-
-    A computation takes its step when it is asked, so what the one before gave can be let go first. All have to be asked.
-    """
-    with ExitStack() as stack:
-        running, ended = [stack.enter_context(closing(stepwise(walk))) for walk in walks], False
-
-        def row() -> Iterator[T | None]:
-            nonlocal ended
-            for walk in running:
-                step = next(walk, None)
-                ended &= step is None
-                yield step
-
-        while not ended:
-            ended = True
-            yield row()
 
 
 @torch.no_grad()
@@ -168,18 +146,22 @@ def _ways(
     without it too. Given logits (3, T, V) are those of a model that was not read so: it differs by the order of a few sums.
     """
     rows, (padded, mask), start = probe.rows, probe.padded(), 0
-    cached = model if isinstance(model, Tensor) else _read_in_parts(model, rows)
+    real, alone = mask.bool(), mask.bool().flip(1)
+    if isinstance(model, Tensor):
+        cached, ways = model, {"padded rows, cached": model[alone]}
+    else:
+        runs: dict[str, Callable[[], Tensor]] = {"": partial(_read_in_parts, model, rows)}
+        if whole:
+            runs["padded rows"] = lambda: _read(model, padded, mask=mask)[real]
+        runs["padded rows, cached"] = lambda: _read_in_parts(model, padded, mask)[real]
+        ways = dict(zip(runs, side_by_side(*runs.values()), strict=True))
+        cached = ways.pop("")
     for part, end in _ends(rows.size(1)).items():
         if end > start:
             yield "cache", f"logits ({part})", cached[:, start:end], expected[:, start:end]
         start = end
-    real, alone = mask.bool(), mask.bool().flip(1)
-    if isinstance(model, Tensor):
-        yield "padding", "logits (padded rows, cached)", model[alone], expected[alone]
-        return
-    if whole:
-        yield "padding", "logits (padded rows)", _read(model, padded, mask=mask)[real], expected[alone]
-    yield "padding", "logits (padded rows, cached)", _read_in_parts(model, padded, mask)[real], expected[alone]
+    for way, logits in ways.items():
+        yield "padding", f"logits ({way})", logits, expected[alone]
 
 
 def _ends(length: int) -> dict[str, int]:
@@ -230,14 +212,13 @@ def _windows(subject: Subject, noise: Sequence[float]) -> None:
     for index, window in enumerate(windows):
         what, ids = f"float64: context {index + 1} of {len(windows)}", window[None]
         with subject.exactly(ours, f"{what}, ours"), subject.exactly(reference, f"{what}, transformers"):
-            hidden, expected = hidden_of(ours, ids), hidden_of(reference, ids)
+            runs = (hidden_of, ours), (hidden_of, reference), *([(_hidden_in_parts, ours)] if index == 0 else [])
+            hidden, expected, *cached = side_by_side(*(partial(run, model, ids) for run, model in runs))
             for part in _chunks(len(window)):
                 logits, exact = head_of(ours, hidden[:, part]), head_of(reference, expected[:, part])
                 findings.mapping("logits", _named("logits", index, part), worst_relative_error(logits, exact))
-            if index == 0:
-                hidden = _hidden_in_parts(ours, ids)
-                for part in _chunks(len(window)):
-                    error = worst_relative_error(hidden[:, part], expected[:, part])
+                for each in cached:
+                    error = worst_relative_error(each[:, part], expected[:, part])
                     findings.mapping("cache", _named("ln_f", index, part), error)
         if index == 0:
             findings.progress(f"{dtype_label(subject.dtype)}: context 1")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
 from importlib.resources import files
@@ -42,7 +42,10 @@ class Source:
 
 @dataclass(frozen=True)
 class Record:
-    """One published result: ``values`` with an absolute ``tolerance``, or without one a greedy ``continuation`` or its ids."""
+    """One published result: ``values`` with an absolute ``tolerance``, or without one a greedy ``continuation`` or its ids.
+
+    ``ours`` is what our model computes; ``not_computed`` is the reason if nothing was.
+    """
 
     model: str  # an official name: "gpt2"
     kind: Kind
@@ -55,83 +58,72 @@ class Record:
     columns: tuple[int, ...] = ()
     prompt: str = ""
     continuation: str = ""
+    ours: tuple[float, ...] | str = ()
+    not_computed: str = ""
 
     @property
     def numbers(self) -> int:
         """The count of published numbers; a continuation, which is reproduced as a whole or not, is one."""
         return len(self.values) if self.tolerance else 1
 
-
-@dataclass(frozen=True)
-class Outcome:
-    """A record and what our model computes; ``not_computed`` is the reason if nothing was computed."""
-
-    record: Record
-    ours: tuple[float, ...] | str = ()
-    not_computed: str = ""
-
     @property
     def errors(self) -> tuple[float, ...]:
         """Absolute differences from the published numbers; empty for a greedy continuation, and where nothing was computed."""
-        if isinstance(self.ours, str) or not self.record.tolerance or self.not_computed:
-            return ()
-        return tuple(abs(ours - recorded) for ours, recorded in zip(self.ours, self.record.values, strict=True))
+        pairs = zip(self.ours, self.values, strict=True) if self.tolerance and not self.not_computed else ()
+        return tuple(abs(float(ours) - recorded) for ours, recorded in pairs)
 
     @property
     def reproduced(self) -> int:
-        """The count of the record's numbers that our model reproduces within the tolerance."""
-        if self.record.tolerance:
-            return sum(error <= self.record.tolerance for error in self.errors)
-        return int(self.ours == (self.record.continuation or self.record.values))
+        """The count of the numbers that our model reproduces within the tolerance."""
+        if self.tolerance:
+            return sum(error <= self.tolerance for error in self.errors)
+        return int(self.ours == (self.continuation or self.values))
 
     @property
     def ok(self) -> bool:
         """Whether every number was reproduced, or none was computed."""
-        return bool(self.not_computed) or self.reproduced == self.record.numbers
+        return bool(self.not_computed) or self.reproduced == self.numbers
 
 
 @dataclass(frozen=True)
 class RecordReport(Printed):
-    """The outcomes for one model, in a table if they were ``asked`` for."""
+    """The records of one model with what ours computes, in a table if they were ``asked`` for."""
 
     model: str
-    outcomes: tuple[Outcome, ...]
+    records: tuple[Record, ...]
     asked: bool = False
 
     @property
     def ok(self) -> bool:
         """Whether every computed number agrees."""
-        return all(outcome.ok for outcome in self.outcomes)
+        return all(record.ok for record in self.records)
 
     def to_dict(self) -> dict[str, Any]:
-        numbers = sum(outcome.record.numbers for outcome in self.outcomes if not outcome.not_computed)
-        counts = {"ok": self.ok, "numbers": numbers, "reproduced": sum(outcome.reproduced for outcome in self.outcomes)}
-        records = [
-            {**vars(one.record), "numbers": one.record.numbers}
-            | {"ours": one.ours, "reproduced": one.reproduced, "ok": one.ok, "not_computed": one.not_computed}
-            for one in self.outcomes
-        ]
+        numbers = sum(record.numbers for record in self.records if not record.not_computed)
+        counts = {"ok": self.ok, "numbers": numbers, "reproduced": sum(record.reproduced for record in self.records)}
+        own = ("numbers", "reproduced", "ok")
+        records = [{**vars(record), **{name: getattr(record, name) for name in own}} for record in self.records]
         return {"model": self.model, **counts, "records": records}
 
     def line(self) -> str:
         """``"31 of 31 numbers recorded by 7 other projects"``, and what was not computed, with the reasons."""
-        counts, missing = self.to_dict(), [outcome for outcome in self.outcomes if outcome.not_computed]
-        projects = len({outcome.record.source.project for outcome in self.outcomes if not outcome.not_computed})
+        counts, missing = self.to_dict(), [record for record in self.records if record.not_computed]
+        projects = len({record.source.project for record in self.records if not record.not_computed})
         by = f"{projects} other project{'s' * (projects != 1)}"
         line = f"{counts['reproduced']} of {counts['numbers']} numbers recorded by {by}"
         if missing:
-            line += f"; {sum(outcome.record.numbers for outcome in missing)} not computed: {missing[0].not_computed}"
-        wrong = next((outcome.record for outcome in self.outcomes if not outcome.ok), None)
+            line += f"; {sum(record.numbers for record in missing)} not computed: {missing[0].not_computed}"
+        wrong = next((record for record in self.records if not record.ok), None)
         return line if wrong is None else f"{line}; first that differs: {wrong.kind} by {wrong.source.project}"
 
     def sections(self) -> Iterator[Section]:
         """Yield a row per record, if they were asked for, and the summary line."""
         rows = list[list[Line]]()
-        for outcome in self.outcomes:
-            record, style = outcome.record, "" if outcome.ok else "bold red"
-            count = "–" if outcome.not_computed else f"{outcome.reproduced}/{record.numbers}"
+        for record in self.records:
+            style = "" if record.ok else "bold red"
+            count = "–" if record.not_computed else f"{record.reproduced}/{record.numbers}"
             # torch's maximum is NaN where an error is NaN.
-            error = f"{torch.tensor(outcome.errors).max().item():.1e}" if outcome.errors else ""
+            error = f"{torch.tensor(record.errors).max().item():.1e}" if record.errors else ""
             within = f"{record.tolerance:g}" if record.tolerance else "exact"
             rows.append([record.kind, record.source.project, Styled(count, style), Styled(error, style), within])
         if self.asked:
@@ -143,12 +135,12 @@ class RecordReport(Printed):
 def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
     data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
-    rows: Iterator[dict[str, Any]] = (
-        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"]
-    )
-    return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Source(**data["sources"][r["source"]])}) for r in rows)
+    sources = {name: Source(**source) for name, source in data["sources"].items()}
+    rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"])
+    return tuple(Record(**{**row, "kind": Kind(row["kind"]), "source": sources[row["source"]]}) for row in rows)
 
 
+@torch.inference_mode()
 def compute(
     model: str,
     records: Sequence[Record],
@@ -158,15 +150,16 @@ def compute(
     asked: bool = False,
 ) -> RecordReport:
     """Compute the ``records`` of an official ``model`` with ``ours`` in float32, which takes seconds."""
-    own, outcomes = [record for record in records if record.model == model], []
+    own = [record for record in records if record.model == model]
     for number, record in enumerate(own):
         progress(f"public record {number + 1} of {len(own)}: {record.kind}, {record.source.project}")
-        missing = "the checkpoint comes without a tokenizer" if record.kind is Kind.GREEDY_TEXT and tokenizer is None else ""
-        outcomes.append(Outcome(record, () if missing else _ours(record, ours, tokenizer), missing))
-    return RecordReport(model, tuple(outcomes), asked)
+        if record.kind is Kind.GREEDY_TEXT and tokenizer is None:
+            own[number] = replace(record, not_computed="the checkpoint comes without a tokenizer")
+        else:
+            own[number] = replace(record, ours=_ours(record, ours, tokenizer))
+    return RecordReport(model, tuple(own), asked)
 
 
-@torch.inference_mode()
 def _ours(record: Record, model: GPT2, tokenizer: Tokenizer | None) -> tuple[float, ...] | str:
     """Return what our model computes for a record."""
     if tokenizer is not None and record.kind is Kind.GREEDY_TEXT:

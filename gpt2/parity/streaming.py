@@ -12,19 +12,68 @@ from __future__ import annotations
 
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
-from typing import Any, cast
+from threading import local
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.keys import PREFIX
-from gpt2.measure.tracing import layer_of, root_of
+from gpt2.measure.tracing import layer_of, root_of, stepwise
 
+T = TypeVar("T")
+Walk = Callable[[Callable[[T], None]], object]
 Weights = dict[str, nn.Parameter]
 Receive = Callable[[int, int, dict[str, Tensor], Weights], None]  # (layer, sequence, its gradients, the block's parameters)
+
+
+TURN = local()  # ``wait``: what a thread calls before a block, to let others compute the same one: it is converted once
+
+
+def lockstep(*walks: Walk[T]) -> Generator[Iterator[T | None]]:
+    """Advance several computations side by side; yield, for each step, what each gives in turn, None from one that has ended.
+
+    A computation takes its step when it is asked, so what the one before gave can be let go first. All have to be asked.
+    """
+    with ExitStack() as stack:
+        running, ended = [stack.enter_context(closing(stepwise(walk))) for walk in walks], False
+
+        def row() -> Iterator[T | None]:
+            nonlocal ended
+            for walk in running:
+                step = next(walk, None)
+                ended &= step is None
+                yield step
+
+        while not ended:
+            ended = True
+            yield row()
+
+
+@contextmanager
+def taking_turns(wait: Callable[[], object]) -> Iterator[None]:
+    """Call ``wait`` before each block of a forward pass in this thread."""
+    TURN.wait = wait
+    yield
+    del TURN.wait
+
+
+def side_by_side(*runs: Callable[[], Tensor]) -> list[Tensor]:
+    """Return what each gives, without gradients; they take turns, a block at a time: it is converted once for all."""
+    results: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def walk(number: int, emit: Callable[[int], None]) -> None:
+        with taking_turns(partial(emit, number)):
+            results[number] = runs[number]()
+
+    with closing(lockstep(*(partial(walk, number) for number in range(len(runs))))) as steps:
+        for row in steps:
+            list(row)
+    return [results[number] for number in range(len(runs))]
 
 
 class Converted:
@@ -115,6 +164,7 @@ class Streamed:
 
     def compute(self, layer: int, run: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Run one block with its weights in place."""
+        getattr(TURN, "wait", bool)()
         self.pulse(layer)
         with self._placed(self.blocks[layer], self.weights):
             return run(x, *args, **kwargs)

@@ -22,8 +22,8 @@ from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
 from gpt2.measure.rounding import TRAINING_RATIO, root_mean_square
 from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
-from gpt2.parity.forward import MISSING, lockstep
-from gpt2.parity.streaming import Receive, Streamed, Weights, take_gradients
+from gpt2.parity.forward import MISSING
+from gpt2.parity.streaming import Receive, Streamed, Weights, lockstep, take_gradients, taking_turns
 
 STEPS = 2  # of AdamW: the first shows groups and bias correction, the second the moments
 PART = 8192  # rows of a matrix that AdamW moves at a time
@@ -61,7 +61,8 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
 
     def walk(emit: Callable[[Step], None]) -> None:
         with streamed(lambda *block: emit(Step(*block))) as context:
-            hidden = hidden_of(model, sequences[:, :-1])
+            with taking_turns(partial(emit, NOTHING)):
+                hidden = hidden_of(model, sequences[:, :-1])
             leaf = hidden.detach().requires_grad_()
             logits = head_of(model, leaf)
             logits.register_hook(_give_back)  # what the loss leaves: the gradient of the embedding does not fit there

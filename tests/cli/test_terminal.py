@@ -26,7 +26,7 @@ from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.tracing import points
 from gpt2.pages.reports import Printed
-from gpt2.parity.record import Outcome, RecordReport, public_record
+from gpt2.parity.record import RecordReport, public_record
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, Report
 from gpt2.port.mapping.report import MappingReport, MappingRow
 
@@ -51,8 +51,8 @@ def verified() -> Report:
         Check("tokens", EXACT, "10 texts and back", "", (Point("tokens (sample 3)", 1.0, 0.0),)),
     )
     environment = Environment(VERSIONS, "bfloat16", "cpu", 2, "x86_64, 2 cores")
-    outcomes = tuple(Outcome(record, record.values or record.continuation) for record in public_record())
-    record = RecordReport("gpt2", (*outcomes[1:], Outcome(outcomes[0].record, not_computed="out of reach")), True)
+    records = [replace(record, ours=record.values or record.continuation) for record in public_record()]
+    record = RecordReport("gpt2", (*records[1:], replace(records[0], ours=(), not_computed="out of reach")), True)
     sizes = 124_439_808, LAYERS, "50,257 ids"
     return Report("gpt2", "transformers 5.23.0", None, *sizes, checks, {}, environment, 0, 12.3, record=record)
 
