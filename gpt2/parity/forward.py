@@ -176,12 +176,17 @@ def _sizes(length: int) -> list[int]:
     return [size for size in (half, *[1] * (single - half), length - single) if size]
 
 
-def _read_in_parts(model: nn.Module, ids: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the logits (B, T, V) of our model or transformers', which reads ids (B, T) in parts through a cache."""
+def _read_in_parts(model: nn.Module, ids: Tensor, mask: Tensor | None = None, logits: bool = True) -> Tensor:
+    """Return the ``logits`` (B, T, V), or what our final norm gives, of ids (B, T) read in parts through a cache.
+
+    What our cache was not given is NaN.
+    """
     cache, sizes = model.new_cache(*ids.shape) if isinstance(model, GPT2) else reference_cache(model), _sizes(ids.size(1))
-    starts = itertools.accumulate(sizes, initial=0)
-    pieces = zip(starts, ids.split(sizes, dim=1), strict=False)
-    return torch.cat([_read(model, piece, start, mask, cache) for start, piece in pieces], dim=1)
+    for empty in (cache.keys, cache.values) if isinstance(model, GPT2) else ():
+        empty.fill_(math.nan)
+    pieces = zip(itertools.accumulate(sizes, initial=0), ids.split(sizes, dim=1), strict=False)
+    read = partial(_read, model, mask=mask, cache=cache) if logits else lambda ids, _: model.hidden(ids, cache=cache)
+    return torch.cat([read(piece, start) for start, piece in pieces], dim=1)
 
 
 def _read(model: nn.Module, ids: Tensor, start: int = 0, mask: Tensor | None = None, cache: Any = None) -> Tensor:
@@ -212,8 +217,8 @@ def _windows(subject: Subject, noise: Sequence[float]) -> None:
     for index, window in enumerate(windows):
         what, ids = f"float64: context {index + 1} of {len(windows)}", window[None]
         with subject.exactly(ours, f"{what}, ours"), subject.exactly(reference, f"{what}, transformers"):
-            runs = (hidden_of, ours), (hidden_of, reference), *([(_hidden_in_parts, ours)] if index == 0 else [])
-            hidden, expected, *cached = side_by_side(*(partial(run, model, ids) for run, model in runs))
+            in_parts = [partial(_read_in_parts, ours, ids, logits=False)] if index == 0 else []
+            hidden, expected, *cached = side_by_side(partial(hidden_of, ours, ids), partial(hidden_of, reference, ids), *in_parts)
             for part in _chunks(len(window)):
                 logits, exact = head_of(ours, hidden[:, part]), head_of(reference, expected[:, part])
                 findings.mapping("logits", _named("logits", index, part), worst_relative_error(logits, exact))
@@ -234,14 +239,6 @@ def _windows(subject: Subject, noise: Sequence[float]) -> None:
                 findings.rounding("rounding", _named("ln_f", index, part), *errors, *explained, apart=relative_error(*pair))
         findings.settle()
     findings.settle("logits", "cache", "rounding")
-
-
-def _hidden_in_parts(model: GPT2, ids: Tensor) -> Tensor:
-    """Return what the final norm gives (1, T, D) for ids (1, T) read in parts; what the cache was not given is NaN."""
-    cache = model.new_cache()
-    for empty in (cache.keys, cache.values):
-        empty.fill_(math.nan)
-    return torch.cat([model.hidden(piece, cache=cache) for piece in ids.split(_sizes(ids.size(1)), dim=1)], dim=1)
 
 
 def _chunks(length: int) -> Iterator[slice]:

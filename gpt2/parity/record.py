@@ -28,7 +28,6 @@ class Kind(StrEnum):
 
     LOGITS = "logits"  # at ``position``, of the ids ``columns``
     LOSS = "loss"  # mean over ``ids``, nats per token
-    GREEDY_IDS = "greedy-ids"  # the greedy continuation of ``ids``: ``values``
     GREEDY_TEXT = "greedy-text"  # the greedy ``continuation`` of ``prompt``
 
 
@@ -42,7 +41,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Record:
-    """One published result: ``values`` with an absolute ``tolerance``, or without one a greedy ``continuation`` or its ids.
+    """One published result: ``values`` with an absolute ``tolerance``, or a greedy ``continuation``.
 
     ``ours`` is what our model computes; ``not_computed`` is the reason if nothing was.
     """
@@ -64,20 +63,18 @@ class Record:
     @property
     def numbers(self) -> int:
         """The count of published numbers; a continuation, which is reproduced as a whole or not, is one."""
-        return len(self.values) if self.tolerance else 1
+        return len(self.values) or 1
 
     @property
     def errors(self) -> tuple[float, ...]:
         """Absolute differences from the published numbers; empty for a greedy continuation, and where nothing was computed."""
-        pairs = zip(self.ours, self.values, strict=True) if self.tolerance and not self.not_computed else ()
+        pairs = zip(self.ours, self.values, strict=not self.not_computed) if self.values else ()
         return tuple(abs(float(ours) - recorded) for ours, recorded in pairs)
 
     @property
     def reproduced(self) -> int:
         """The count of the numbers that our model reproduces within the tolerance."""
-        if self.tolerance:
-            return sum(error <= self.tolerance for error in self.errors)
-        return int(self.ours == (self.continuation or self.values))
+        return sum(error <= self.tolerance for error in self.errors) if self.values else int(self.ours == self.continuation)
 
     @property
     def ok(self) -> bool:
@@ -167,8 +164,6 @@ def _ours(record: Record, model: GPT2, tokenizer: Tokenizer | None) -> tuple[flo
         # A model may generate a word as more tokens than the tokenizer uses.
         found = generate(model, prompt, len(expected) + 4, temperature=0)[len(prompt) :]
         return tokenizer.decode(found)[: len(record.continuation)]
-    if record.kind is Kind.GREEDY_IDS:
-        return tuple(map(float, generate(model, list(record.ids), len(record.values), temperature=0)[len(record.ids) :]))
     ids = torch.tensor([record.ids])
     logits = model(ids)
     if record.kind is Kind.LOSS:

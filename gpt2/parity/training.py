@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, closing
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -89,12 +89,13 @@ def _give_back(_: Tensor) -> None:
 
 @dataclass
 class _Optimizer:
-    """AdamW for one model, a block at a time, and the norm of its gradient."""
+    """AdamW for one model, a block at a time, and where it ``clips`` the norm of its gradient."""
 
     model: nn.Module
     ids: Tensor  # (n,): the tokens of the sequences, whose rows of the embedding get both parts of the gradient
+    clips: bool = False
     kept: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
-    squares: dict[str, float] = field(default_factory=dict)  # of each parameter's gradient, summed over the first STEPS sequences
+    squares: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))  # of each parameter's summed gradient
 
     def changes(self, step: Step) -> dict[str, Tensor]:
         """Return the change of each parameter by AdamW steps on the gradients of the first sequences, once all were seen."""
@@ -102,21 +103,28 @@ class _Optimizer:
         for name, gradient in step.gradients.items():
             if name == HEAD:
                 rows = gradient[self.ids]
-                self.kept[HEAD], self.squares["wte.weight"] = [rows], _square(gradient) - _square(rows)
+                self.kept[HEAD] = [rows]
+                self._count("wte.weight", [gradient])
+                self._count("wte.weight", [rows], -1)
             elif name == LOOKUP:
                 tied = gradient[self.ids] + self.kept.pop(HEAD)[0]
-                self.squares["wte.weight"] += _square(tied)
+                self._count("wte.weight", [tied])
                 changes["wte.weight"] = _change(step.parameters["wte.weight"].detach()[self.ids], [tied] * STEPS)
             elif name in (UNTIED, "wte.weight"):
-                self.squares[name] = _square(gradient)
+                self._count(name, [gradient])
                 changes[name] = _change(step.parameters[name].detach()[self.ids], [gradient[self.ids]] * STEPS)
             elif step.row < STEPS:
                 kept = self.kept[name]
                 kept += [gradient] * (STEPS if step.layer is None else 1)
                 if len(kept) == STEPS:
-                    self.squares[name] = _square(kept[0] if step.layer is None else sum(kept[1:], kept[0]))
+                    self._count(name, kept[: STEPS if step.layer is not None else 1])
                     changes[name] = _change(step.parameters[name].detach(), self.kept.pop(name))
         return changes
+
+    def _count(self, name: str, gradients: Sequence[Tensor], sign: int = 1) -> None:
+        """Add the square of the gradients' sum to that of a parameter."""
+        if self.clips:
+            self.squares[name] += sign * _square(sum(gradients[1:], gradients[0]))
 
     def norm(self) -> float:
         """Return the norm that clipping uses: of all that the model's ``parameters()`` lists, by PyTorch's own function."""
@@ -160,7 +168,7 @@ def gradients(subject: Subject) -> None:
         _backward(model, sequences, partial(subject.exactly, model, f"float64: gradients, {name}"))
         for name, model in models.items()
     ]
-    theirs, own = (_Optimizer(model, sequences[:, :-1].unique()) for model in models.values())
+    theirs, own = (_Optimizer(model, sequences[:, :-1].unique(), clips=True) for model in models.values())
     worst: dict[str, float] = {}
     with closing(lockstep(*walks)) as steps:
         for expected, ours in ((a or NOTHING, b or NOTHING) for a, b in steps):
