@@ -95,9 +95,6 @@ def percentiles(values: Tensor, which: tuple[float, ...]) -> list[float]:
     ordered = values.double().sort().values
     if ordered[-1].isnan():
         return [math.nan] * len(which)
-    interpolated = []
-    for percent in which:
-        place = percent / 100 * (len(ordered) - 1)
-        low, high = ordered[math.floor(place)].item(), ordered[math.ceil(place)].item()
-        interpolated.append(low if low == high else low + (high - low) * (place - math.floor(place)))
-    return interpolated
+    places = torch.tensor(which, dtype=torch.float64) / 100 * (len(ordered) - 1)
+    low, high = ordered[places.floor().long()], ordered[places.ceil().long()]
+    return torch.where(low == high, low, low + (high - low) * (places - places.floor())).tolist()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -64,13 +64,11 @@ class Findings:
         """Add a relative error in float64; only rounding is allowed."""
         self.points[id].append(Point(name, error, FLOAT64_BOUND))
 
-    def rounding(self, id: str, name: str, ours: float, reference: float, *noise: float, apart: float) -> None:
-        """Add our error, transformers' in the same dtype, and those of noisy runs, against the float64 run; and how far the first
-        two are ``apart``.
-        """
-        explained = root_mean_square(noise)
+    def rounding(self, id: str, name: str, errors: Sequence[float], noise: Sequence[float]) -> None:
+        """Add :func:`errors_of_both` in the same dtype, against the float64 run, and the errors of noisy runs."""
+        (ours, theirs, apart), explained = errors, root_mean_square(noise)
         ratio = TRAINING_RATIO if PLAN[id][2] else FORWARD_RATIO
-        self.points[id].append(Point(name, ours, ratio * explained, explained, reference, apart))
+        self.points[id].append(Point(name, ours, ratio * explained, explained, theirs, apart))
 
     def only_rounding(self, before: Findings) -> bool:
         """Whether, of the points since ``before``, nothing but what random errors bound does not hold."""

@@ -17,7 +17,7 @@ from gpt2.errors import InputError
 from gpt2.generation import generate
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import dtype_label
-from gpt2.measure.metrics import max_abs, relative_error, worst_relative_error
+from gpt2.measure.metrics import errors_of_both, max_abs, relative_error, worst_relative_error
 from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO
 from gpt2.measure.tracing import Recorded, points, trace_steps
 from gpt2.model import GPT2
@@ -87,10 +87,10 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
                 findings.mapping("activations", name, worst_relative_error(exact.get(name, MISSING), tensor))
             exact.clear()  # each step is let go before the next model's
             ours, reference = next(steps) or Recorded(), next(steps) or Recorded()
-            errors: dict[str, list[float]] = {}
+            errors: dict[str, tuple[float, float, float]] = {}
             for name, tensor in expected.items():
                 pair = ours.get(name, MISSING), reference.get(name, MISSING)
-                errors[name] = [relative_error(*pair), *(relative_error(each, tensor) for each in pair)]
+                errors[name] = errors_of_both(*pair, tensor)
                 if name == "logits":
                     logits = [tensor, pair[1][-1].argmax(-1)]
                 del pair
@@ -101,10 +101,10 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
             noisy = next(steps) or Recorded()
             for name, tensor in expected.items():
                 samples = noisy[name].chunk(count) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row
-                apart, *found = *errors[name], *(relative_error(each, tensor) for each in samples)
-                findings.rounding("rounding", name, *found, apart=apart)
+                off_by = [relative_error(each, tensor) for each in samples]
+                findings.rounding("rounding", name, errors[name], off_by)
                 if name == "ln_f":
-                    hidden = found[2:]
+                    hidden = off_by
                 if name == "logits":
                     for at_norm, each in zip(hidden, samples, strict=True):
                         ways = _ways(subject.probe, each[:-1], tensor[:-1], whole=False)
@@ -132,8 +132,7 @@ def _parts(subject: Subject, expected: Tensor, noise: list[list[float]]) -> None
     findings.progress(f"{label}: cache and padding")
     ways = (_ways(probe, model, expected, whole=False) for model in (subject.ours_rounded, subject.reference_rounded))
     for (_, name, ours, exact), (*_, theirs, _), *errors in zip(*ways, *noise, strict=True):
-        pair = (relative_error(each, exact) for each in (ours, theirs))
-        findings.rounding("rounding", name, *pair, *errors, apart=relative_error(ours, theirs))
+        findings.rounding("rounding", name, errors_of_both(ours, theirs, exact), errors)
     findings.settle()
 
 
@@ -233,10 +232,9 @@ def _windows(subject: Subject, noise: Sequence[float]) -> None:
                 with subject.noisily(model := subject.noisy(), what, seed=1):
                     noisy = [hidden_of(model, ids) for _ in range(subject.draws)]
             for part in _chunks(len(window)):
-                pair = [each[:, part] for each in rounded]
-                explained = [relative_error(each[:, part], expected[:, part]) for each in noisy] or noise
-                errors = (relative_error(each, expected[:, part]) for each in pair)
-                findings.rounding("rounding", _named("ln_f", index, part), *errors, *explained, apart=relative_error(*pair))
+                errors = errors_of_both(*(each[:, part] for each in (*rounded, expected)))
+                off_by = [relative_error(each[:, part], expected[:, part]) for each in noisy] or noise
+                findings.rounding("rounding", _named("ln_f", index, part), errors, off_by)
         findings.settle()
     findings.settle("logits", "cache", "rounding")
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import dtype_label
-from gpt2.measure.metrics import relative_error, token_losses, worst_relative_error
+from gpt2.measure.metrics import errors_of_both, relative_error, token_losses, worst_relative_error
 from gpt2.measure.rounding import TRAINING_RATIO, root_mean_square
 from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
 from gpt2.parity.forward import MISSING
@@ -50,8 +50,8 @@ class Step:
         return MISSING if found is None else found
 
 
-Errors = defaultdict[str, tuple[list[float], ...]]  # of a parameter in each sequence: distance, ours, transformers', noisy
-NOTHING = Step(None, -1, {}, {})
+Errors = defaultdict[str, tuple[list[float], ...]]  # of a parameter in each sequence: ours, transformers', apart, noisy
+NOTHING = Step(-1, -1, {}, {})  # where a walk has ended, and before its backward pass
 Walk = Callable[[Callable[[Step], None]], None]
 
 
@@ -196,27 +196,25 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
     ids = sequences[:, :-1].unique()
     optimizers = [_Optimizer(ids) for _ in walks]
 
-    def compare(name: str, number: int, tensor: Tensor, exact: Tensor) -> None:
-        if not last or name in undecided:
-            errors[name][number].append(relative_error(tensor, exact))
-
     def decide(check: str, name: str) -> None:
         if name not in errors:
             return
         each = zip(*errors[name], strict=True)  # of a sequence, in the order of Errors
-        if last or all(ours <= TRAINING_RATIO * root_mean_square(noise) for _, ours, _, *noise in each):
-            apart, *found = map(root_mean_square, errors.pop(name))
-            findings.rounding(check, name, *found, apart=apart)
+        if last or all(ours <= TRAINING_RATIO * root_mean_square(noise) for ours, _, _, *noise in each):
+            found = [root_mean_square(values) for values in errors.pop(name)]
+            findings.rounding(check, name, found[:3], found[3:])
 
     with closing(lockstep(*walks)) as steps:
         for row in steps:  # each model's step is let go before the next one's; ours waits for transformers'
             expected, own, own_changes, moved = next(row) or NOTHING, NOTHING, dict[str, Tensor](), list[float]()
             changes = {} if last else optimizers[0].changes(expected)
             for number, step in enumerate((each or NOTHING for each in row), start=1):
-                for name in expected.names:
-                    compare(name, number, step[name], expected[name])
-                    if number == 2:
-                        compare(name, 0, own[name], step[name])
+                for name in expected.names if number > 1 else ():
+                    if not last or name in undecided:
+                        right, start = expected[name], 0 if number == 2 else number
+                        both = number == 2 and errors_of_both(own[name], step[name], right)
+                        for place, error in enumerate(both or [relative_error(step[name], right)], start):
+                            errors[name][place].append(error)
                 if not last:
                     changed = optimizers[number].changes(step if number <= 2 else _rounded(step, subject.dtype))
                     if changes:
@@ -233,8 +231,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
             if moved:
                 inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
                 where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
-                ours, theirs, apart, *noise = moved
-                findings.rounding("adamw-rounding", f"{where} (all parameters)", ours, theirs, *noise, apart=apart)
+                findings.rounding("adamw-rounding", f"{where} (all parameters)", moved[:3], moved[3:])
             if expected.losses is not None:
                 decide("loss-rounding", "loss")
             if expected.layer is None or expected.row == len(sequences) - 1:
