@@ -1,4 +1,4 @@
-"""What transformers generates with padding, and where it departs from GPT-2; `test_run.py` compares the values of every config."""
+"""What transformers generates with padding, and where it departs from GPT-2; `test_run.py` compares every config."""
 
 from __future__ import annotations
 
