@@ -184,8 +184,8 @@ def _read_in_parts(model: nn.Module, ids: Tensor, mask: Tensor | None = None, lo
     for empty in (cache.keys, cache.values) if isinstance(model, GPT2) else ():
         empty.fill_(math.nan)
     pieces = zip(itertools.accumulate(sizes, initial=0), ids.split(sizes, dim=1), strict=False)
-    read = partial(_read, model, mask=mask, cache=cache) if logits else lambda ids, _: model.hidden(ids, cache=cache)
-    return torch.cat([read(piece, start) for start, piece in pieces], dim=1)
+    read = partial(_read, mask=mask, cache=cache) if logits else lambda model, ids, _: model.hidden(ids, cache=cache)
+    return torch.cat([read(model, piece, start) for start, piece in pieces], dim=1)
 
 
 def _read(model: nn.Module, ids: Tensor, start: int = 0, mask: Tensor | None = None, cache: Any = None) -> Tensor:

@@ -68,8 +68,8 @@ class Record:
     @property
     def errors(self) -> tuple[float, ...]:
         """Absolute differences from the published numbers; empty for a greedy continuation, and where nothing was computed."""
-        pairs = zip(self.ours, self.values, strict=not self.not_computed) if self.values else ()
-        return tuple(abs(float(ours) - recorded) for ours, recorded in pairs)
+        pairs = () if isinstance(self.ours, str) else zip(self.ours, self.values, strict=not self.not_computed)
+        return tuple(abs(ours - recorded) for ours, recorded in pairs)
 
     @property
     def reproduced(self) -> int:
@@ -132,9 +132,10 @@ class RecordReport(Printed):
 def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
     data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
-    sources = {name: Source(**source) for name, source in data["sources"].items()}
-    rows = ({key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"])
-    return tuple(Record(**{**row, "kind": Kind(row["kind"]), "source": sources[row["source"]]}) for row in rows)
+    rows: Iterator[dict[str, Any]] = (
+        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"]
+    )
+    return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Source(**data["sources"][r["source"]])}) for r in rows)
 
 
 @torch.inference_mode()
