@@ -1,7 +1,7 @@
 """GPT-2s by other people that were diagnosed before this project's authors had seen them, as a table: what each does differently.
 
 ``causes`` are what `gpt2 diagnose` must name, and nothing else: found by reading their code, confirmed by mending it until the
-verdict was `equal`. Each is pinned to a commit. How a project is described: see `third_party_project.py`.
+verdict was `equal`. A constant kept in float32 (sqrt(2/pi) of a GELU) is a note, and no cause. Each is pinned to a commit. How a project is described: see `third_party_project.py`.
 """
 
 from __future__ import annotations
@@ -105,13 +105,13 @@ DIAGNOSED = (
     ),
     line("NikitaGordia/GPT-2", "62287c844f", "gpt.model:GPT", "", "gpt.model:GPTConfig", stubs=("hydra", "omegaconf", "loguru")),
     line("Tydos/GPT-2", "06ec300690", "src.model.gpt:GPTModel", "", "namespace", EMBED, {"drop_rate": 0.1}, PLOTS),
-    line("7shi/my-gpt2", "16b375b210", SevenShi, "gelu-variant"),
+    line("7shi/my-gpt2", "16b375b210", SevenShi, ""),
     line("ZhuChenHua/pytorch-gpt2", "f22edbc024", "src.model:GPT2", "", "namespace"),
     line(
         "amirdy/Building-and-Training-a-GPT-2-Model-from-Scratch",
         "bfaf3f54c8",
         "models.gpt:GPT",
-        "missing-bias layernorm-eps gelu-variant",
+        "missing-bias layernorm-eps",
         "namespace",
         RASCHKA,
         {"drop_rate": 0.1, "weight_tying": True},
@@ -119,7 +119,7 @@ DIAGNOSED = (
     line("llinauer/miniGPT", "e0c5f13738", "gpt_mini.model:MiniGPT", "", "", LLINAUER),
     line("nabla0001/gpt-2", "1eed21658b", "gpt:GPT", BIAS_GELU, "namespace", NABLA, DROPOUT, ("config",)),
     line("minhnguyent546/pre-training-gpt2", "a4636fc69c", minhnguyen, "layernorm-eps"),
-    line("pyemma/gpt-from-scratch", "c71cc3137f", pyemma, "scale-wrong missing-bias gelu-variant"),
+    line("pyemma/gpt-from-scratch", "c71cc3137f", pyemma, "scale-wrong missing-bias"),
     line("pyemma/gpt-from-scratch", "c71cc3137f", pyemma_nano, "gelu-variant", name="pyemma/gpt-from-scratch, nano"),
     line(
         "mtm-007/GPT-2",
@@ -169,7 +169,7 @@ DIAGNOSED = (
         RASCHKA,
         UNBIASED,
     ),
-    line("msaelices/learn-gpt2", "84b141b6ac", msaelices, "gelu-variant"),
+    line("msaelices/learn-gpt2", "84b141b6ac", msaelices, ""),
     line("qaflan/mini-gpt2", "964a0b4421", "gpt:GPT", "", "configs:GPTConfig", N_EMBED),
     line(
         *GRONBERG,
