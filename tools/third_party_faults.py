@@ -1,7 +1,8 @@
 """GPT-2s by other people that were diagnosed before this project's authors had seen them, as a table: what each does differently.
 
 ``causes`` are what `gpt2 diagnose` must name, and nothing else: found by reading their code, confirmed by mending it until the
-verdict was `equal`. A constant kept in float32 (sqrt(2/pi) of a GELU) is a note, and no cause. Each is pinned to a commit. How a project is described: see `third_party_project.py`.
+verdict was `equal`. A constant kept in float32 (sqrt(2/pi) of a GELU) is a note, and no cause. Each is
+pinned to a commit. How a project is described: see `third_party_project.py`.
 """
 
 from __future__ import annotations
