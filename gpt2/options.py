@@ -5,8 +5,9 @@ import inspect
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import MISSING, Field, field, fields
-from functools import partial
-from typing import Any, TypeVar, get_args, get_origin
+from difflib import get_close_matches
+from functools import partial, wraps
+from typing import Any, TypeVar, cast, get_args, get_origin
 
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -107,12 +108,25 @@ def pick(settings: Any, *names: str) -> dict[str, Any]:
 
 
 def signed(function: F, settings: type) -> F:
-    """Return a function that shows the fields as its keywords, in signature and docstring, in place of its ``**options``."""
+    """Return a function that shows the fields as its keywords, in signature and docstring, in place of its ``**options``.
+
+    Another keyword is a TypeError that names the function and the nearest one.
+    """
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
     more = [keyword(each.name, default=each.default, annotation=each.type) for each in fields(settings)]
-    function.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
+    known = [each.name for each in (*own, *more) if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+
+    @wraps(function)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known:
+                near = "".join(f"; did you mean {each!r}?" for each in get_close_matches(name, known, 1))
+                raise TypeError(f"{function.__name__}() has no keyword {name!r}{near or '; it has ' + ', '.join(known)}")
+        return function(*args, **options)
+
+    checked.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
     told = "".join(f"\n    {each.name}: {help_of(each)}" for each in fields(settings) if "help" in each.metadata)
-    function.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords:{told}"
-    return function
+    checked.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords:{told}"
+    return cast(F, checked)

@@ -47,6 +47,12 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
     own = signed(lambda model, **options: None, Own)
     assert "rate: float = 0.001" in str(inspect.signature(own))
     assert "rate: how fast (default: 0.001)" in own.__doc__
+    for wrong, says in {
+        "tokns": r"compare\(\) has no keyword 'tokns'; did you mean 'tokens'\?",
+        "zz": "'zz'; it has a, b, on, tokens",
+    }.items():
+        with pytest.raises(TypeError, match=says):  # it named a private class
+            gpt2.compare(**{wrong: 1})
     shown = inspect.signature(gpt2.compare).parameters
     assert {each.name: each.default for each in fields(Settings)}.items() <= {n: p.default for n, p in shown.items()}.items()
 

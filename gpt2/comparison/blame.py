@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.func import functional_call
 
-from gpt2.checkpoint.keys import head_name, layer
+from gpt2.checkpoint.keys import expected, head_name, layer
 from gpt2.comparison.distributions import gain
 from gpt2.comparison.sides.side import Read
 from gpt2.config import GPT2Config
@@ -167,25 +167,24 @@ def find_blame(
     ids: Tensor,
     windows: Windows,
     *,
-    names: Collection[str],
     vocab: int,
     seed: int = 0,
     progress: Progress = silent,
 ) -> Blame:
     """Put parts of b into a and measure what each carries on the text ``ids`` (N,).
 
-    ``a`` and ``b`` read a parameter by its name, of the same ``names`` and shapes; all is computed in float32, or in float64
+    ``a`` and ``b`` read a parameter by its name, of the shapes of ``config``; all is computed in float32, or in float64
     where a has float64 weights. Unchanged tensors are held once.
     """
     weights_a: dict[str, Tensor] = {}
     weights_b: dict[str, Tensor] = {}
-    for name in names:
+    for name in expected(config):
         progress(f"blame: reading {name}")
         tensor = a(name)
         weights_a[name] = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         other = b(name).to(weights_a[name].dtype)
         weights_b[name] = weights_a[name] if torch.equal(weights_a[name], other) else other
-    changed = [name for name in names if weights_b[name] is not weights_a[name]]
+    changed = [name for name in weights_b if weights_b[name] is not weights_a[name]]
     parts, halves = _grouped(changed, part_name), _grouped([name for name in changed if layer(name) is not None], half_name)
     in_order = list(itertools.accumulate(parts.values(), lambda before, own: before | own))
     wanted = list(dict.fromkeys([whole := frozenset(changed), *parts.values(), *in_order, *halves.values()]))

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gpt2.checkpoint.gguf_writer import TANH_GELU
-from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -77,6 +76,10 @@ class Compatibility:
     architecture: tuple[tuple[str, object, object], ...]
     vocabularies: Vocabularies
     impossible: dict[str, str]
+
+    def without(self, parts: dict[str, str]) -> Compatibility:
+        """Return it with further impossible parts."""
+        return replace(self, impossible=self.impossible | parts)
 
     @property
     def departures(self) -> tuple[str, ...]:
@@ -155,11 +158,6 @@ def _of_other_tokens(vocabularies: Vocabularies) -> dict[str, str]:
         return {}
     reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
     return {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
-
-
-def parameters_of_both(a: GPT2Config, b: GPT2Config) -> list[str]:
-    """Return the parameters of two models of one shape; with a head's own matrix if either has one."""
-    return list(expected(replace(a, tie_word_embeddings=a.tie_word_embeddings and b.tie_word_embeddings)))
 
 
 def require_same_function(compatible: Compatibility) -> None:

@@ -8,50 +8,56 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from gpt2.comparison.many_results import Candidate, Comparisons
+from gpt2.comparison.cases import Cases
+from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.many_results import Comparisons, Pair
 from gpt2.comparison.results import Comparison
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Estimate
 
-Figures = dict[str, float | Estimate | None]
 OPERATORS: dict[str, Callable[[float, float], bool]] = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
-METRICS = {
-    "kl": "mean KL(a‖b) in nats",
-    "kl_max": "largest KL(a‖b) of a token, in nats",
-    "js": "mean Jensen-Shannon divergence in nats",
-    "same_top": "fraction of tokens with the same first choice",
-    "perplexity_ratio": "perplexity of b over that of a",
-    "weights": "norm of the weights' change over their norm",
-    "beyond_rounding": "number of tensors of b that are not a's, rounded to one type, and of other settings",
-    "activation": "largest relative error of a traced point",
-    "exact_match": "fraction of the --cases that b has right",
-    "contains": "fraction of the --cases in which b's answer holds the expected text",
-    "lost_cases": "number of the --cases that a has right and b wrong",
-    "answer_ratio": "probability of an expected text under b over that under a",
-    "logit": "relative error of the logits on the traced tokens",
+Figure = float | Estimate | None
+
+
+def _beyond_rounding(found: Comparison | Pair) -> Figure:
+    if (weights := found.weights) is None:
+        return None
+    rounded = weights.same_numbers or bool(weights.rounded_to)
+    beyond = 0 if rounded else len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)
+    return float(beyond + len(found.compatibility.departures))
+
+
+def _error(found: Comparison | Pair, *points: str) -> Figure:
+    """Return the largest relative error of the traced points, or of some of them."""
+    traced = found.activations.points if found.activations else ()
+    errors = [each.error for each in traced if each.point in points or not points]
+    return None if not errors else math.nan if any(map(math.isnan, errors)) else max(errors)
+
+
+def _both(read: Callable[[Distributions], Figure]) -> Callable[[Comparison | Pair], Figure]:
+    return lambda found: None if found.distributions is None else read(found.distributions)
+
+
+def _cases(read: Callable[[Cases], Figure]) -> Callable[[Comparison | Pair], Figure]:
+    return lambda found: None if found.cases is None else read(found.cases)
+
+
+ROUNDED = "number of tensors of b that are not a's, rounded to one type, and of other settings"
+METRICS: dict[str, tuple[str, Callable[[Comparison | Pair], Figure]]] = {  # what it is, and where it is read; None: not measured
+    "kl": ("mean KL(a‖b) in nats", _both(lambda both: both.kl_ab.mean)),
+    "kl_max": ("largest KL(a‖b) of a token, in nats", _both(lambda both: both.kl_ab.max)),
+    "js": ("mean Jensen-Shannon divergence in nats", _both(lambda both: both.js.mean)),
+    "same_top": ("fraction of tokens with the same first choice", _both(lambda both: both.same_top)),
+    "perplexity_ratio": ("perplexity of b over that of a", _both(lambda both: both.ratio)),
+    "weights": ("norm of the weights' change over their norm", lambda found: found.moved),
+    "beyond_rounding": (ROUNDED, _beyond_rounding),
+    "activation": ("largest relative error of a traced point", _error),
+    "exact_match": ("fraction of the --cases that b has right", _cases(lambda cases: cases.right_b)),
+    "contains": ("fraction of the --cases in which b's answer holds the expected text", _cases(lambda cases: cases.contains_b)),
+    "lost_cases": ("number of the --cases that a has right and b wrong", _cases(lambda cases: float(len(cases.lost)))),
+    "answer_ratio": ("probability of an expected text under b over that under a", _cases(lambda cases: cases.likelier)),
+    "logit": ("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),
 }
-
-
-def _figures(found: Comparison | Candidate) -> Figures:
-    """Return every metric that was measured of two models, or of one of several."""
-    figures: Figures = {}
-    if (both := found.against if isinstance(found, Candidate) else found.distributions) is not None:
-        figures |= {"kl": both.kl_ab.mean, "kl_max": both.kl_ab.max, "js": both.js.mean}
-        figures |= {"same_top": both.same_top, "perplexity_ratio": both.ratio}
-    if isinstance(found, Candidate):
-        return figures | {"weights": found.weights}
-    if (weights := found.weights) is not None:
-        rounded = weights.same_numbers or bool(weights.rounded_to)
-        beyond = 0 if rounded else len(weights.beyond) or len(weights.tensors) - len(weights.unchanged)
-        figures |= {"weights": weights.total.distance, "beyond_rounding": float(beyond + len(found.compatibility.departures))}
-    if found.activations is not None and (points := found.activations.points):
-        errors = {each.point: each.error for each in points}
-        figures["activation"] = math.nan if any(map(math.isnan, errors.values())) else max(errors.values())
-        figures |= {"logit": errors["logits"]} if "logits" in errors else {}
-    if (cases := found.cases) is not None:
-        figures |= {"exact_match": cases.right_b, "lost_cases": float(len(cases.lost)), "answer_ratio": cases.likelier}
-        figures["contains"] = cases.contains_b
-    return figures
 
 
 @dataclass(frozen=True)
@@ -82,14 +88,13 @@ class Gate:
     def __str__(self) -> str:
         return f"{self.metric}{self.op}{self.threshold:g}"
 
-    def judge(self, found: Comparison | Candidate) -> Judgement:
+    def judge(self, found: Comparison | Pair) -> Judgement:
         """Apply the condition; raises InputError if the metric was not measured of two models, or of one of several."""
-        if (measured := _figures(found).get(self.metric)) is None:
-            if isinstance(found, Comparison):
-                left_out, of, instead = found.compatibility.impossible, "", "; gate on another metric"
-            else:
-                left_out, of, instead = found.left_out, f" of {found.model.name}", "; compare two models for it"
-            why = "; ".join(dict.fromkeys(left_out.values())) or "this comparison has no such part"
+        if (measured := METRICS[self.metric][1](found)) is None:
+            of, instead = "", "; gate on another metric"
+            if isinstance(found, Pair):
+                of, instead = f" of {found.model.name}", "; compare two models for it"
+            why = "; ".join(dict.fromkeys(found.compatibility.impossible.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
         judged = interval.high if self.op in (">", ">=") else interval.low
@@ -112,7 +117,7 @@ class Judgement:
 
     def __str__(self) -> str:
         interval = f" (95 % interval {span})" if (span := self.measured.span(".4g")) else ""
-        words = f"{self.gate}: {METRICS[self.gate.metric]} is {self.measured.value:.4g}{interval}"
+        words = f"{self.gate}: {METRICS[self.gate.metric][0]} is {self.measured.value:.4g}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
     @property

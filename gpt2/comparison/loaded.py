@@ -50,6 +50,11 @@ class Loaded:
         return Shown.LOGITS in self.side.shows and self.side.recording is None
 
     @property
+    def speed(self) -> float:
+        """Tokens a second; NaN before it was asked."""
+        return self.inputs / self.seconds if self.seconds else math.nan
+
+    @property
     def context(self) -> int:
         return self.side.n_positions or DEFAULT_CONTEXT
 

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from string import ascii_uppercase
 from typing import Any, ClassVar, NamedTuple
 
+from torch import Tensor
+
+from gpt2.comparison.activations import Activations
+from gpt2.comparison.cases import Cases
+from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.made_with import made_with
+from gpt2.comparison.noise import Floor
 from gpt2.comparison.sides.side import Model, Scored
+from gpt2.comparison.weights import WeightChanges
+from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord
@@ -18,56 +26,69 @@ from gpt2.pages.reports import Column, Line, Printed, Section, as_json, bold, di
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """One of the models.
+class Pair:
+    """One of the models, and what was measured of it beside the first one; of the first, what it shows alone.
 
-    ``size`` is of its weights alone, in bytes as they are stored, or of the dtype in which it runs; of an engine, of its files.
-    It is None where a side has no files here. ``tokens_per_second`` are of the forward passes over the text. ``weights`` is the
-    norm of the change from the first model over the norm. ``left_out`` says why parts are None.
+    A part that was not chosen, or is not possible, is None; ``compatibility`` has the reason. ``size`` is of its weights
+    alone, in bytes as they are stored, or of the dtype in which it runs; of an engine, of its files; None where it has no files
+    here. ``tokens_per_second`` are of the forward passes over the text. ``language`` is over its own tokens where these are
+    not the first's. ``moved`` is the norm of the weights' change from the first model over the norm.
     """
 
     model: Model
-    step: int | None  # of a training run
     size: int | None
     tokens_per_second: float
     language: Language
-    last_words: LastWord | None
-    against: Distributions | None  # the first model is its a
-    weights: float | None
-    left_out: dict[str, str]
+    compatibility: Compatibility
+    last_words: LastWord | None = None
+    logp: tuple[Tensor, Tensor] | None = field(
+        default=None, repr=False, compare=False
+    )  # of each scored token: the first's, its own
+    distributions: Distributions | None = None  # the first model is their a
+    moved: float | None = None
+    weights: WeightChanges | None = None
+    activations: Activations | None = None
+    words: Words | None = None
+    cases: Cases | None = None
+    floor: Floor | None = None
     rows: int = 0  # of the vocabulary more than the first model's
+    step: int | None = None  # of a training run
 
     @property
     def figures(self) -> dict[str, object]:
-        """Everything as the JSON has it: of the distributions, what is compared of several."""
-        if (both := self.against) is None:
-            return vars(self)
-        against = {"ratio": both.ratio, "bits": both.bits, "kl": both.kl_ab.mean, "kl_max": both.kl_ab.max}
-        against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
-        return {**vars(self), "against": against}
+        """What the JSON has of several models."""
+        against, own = (
+            None,
+            {"model": self.model, "step": self.step, "size": self.size, "tokens_per_second": self.tokens_per_second},
+        )
+        if (both := self.distributions) is not None:
+            against = {"ratio": both.ratio, "bits": both.bits, "kl": both.kl_ab.mean, "kl_max": both.kl_ab.max}
+            against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
+        own |= {"language": self.language, "last_words": self.last_words, "against": against, "weights": self.moved}
+        return own | {"left_out": self.compatibility.impossible, "rows": self.rows}
 
     def described(self) -> tuple[str, ...]:
         """Return the cells of its row among the models: name, step, size, speed, and how far the weights moved."""
         size = "" if self.size is None else f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
         speed = "" if math.isnan(self.tokens_per_second) else f"{self.tokens_per_second:,.0f}"
-        moved = "" if self.weights is None else "equal" if self.weights == 0 else f"{self.weights:.2%}"
-        moved += f", {self.rows:+,} rows" if self.weights is not None and self.rows else ""
+        moved = "" if self.moved is None else "equal" if self.moved == 0 else f"{self.moved:.2%}"
+        moved += f", {self.rows:+,} rows" if self.moved is not None and self.rows else ""
         return self.model.name, "" if self.step is None else str(self.step), size, speed, moved
 
     def scores(self) -> tuple[str, ...]:
         """Return perplexity and bits per byte, each with its distance from the first model's."""
         perplexity, bits = f"{self.language.perplexity.value:.2f}", f"{self.language.bits_per_byte.value:.4f}"
-        if (found := self.against) is None:
+        if (found := self.distributions) is None:
             return perplexity, "", "", bits, "", ""
         return perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")
 
     def distances(self) -> tuple[str, ...]:
         """Return the divergences from the first model; nothing where there are none."""
-        if (found := self.against) is None:
+        if (found := self.distributions) is None:
             return ()
         return *found.kl_ab.mean.cells(".3g", ".2g"), f"{found.kl_ab.max:.3g}", *found.same_top.cells(".1%")
 
-    def words(self) -> tuple[str, ...]:
+    def last(self) -> tuple[str, ...]:
         """Return the last words: how many are right, and their perplexity."""
         if (last := self.last_words) is None:
             return ()
@@ -87,7 +108,7 @@ class Comparisons(Printed):
 
     command: ClassVar[str] = "gpt2 compare"
 
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[Pair, ...]
     text: Scored
     environment: Environment
     seed: int
@@ -126,26 +147,26 @@ class Comparisons(Printed):
         """Yield the models, a row for each in every table."""
         each = list(zip(self.letters, self.candidates, strict=True))
 
-        def table(columns: Sequence[Column], cells: Callable[[Candidate], Sequence[str]], note: Line | None = None) -> Section:
+        def table(columns: Sequence[Column], cells: Callable[[Pair], Sequence[str]], note: Line | None = None) -> Section:
             return Section("", note, ("", *columns), [(letter, *row) for letter, one in each if (row := cells(one))])
 
         by_step, models = any(one.step is not None for one in self.candidates), [one.model for one in self.candidates]
         yield Section(note=(f"{len(models)} models against ", bold(models[0].name)), for_pages=True)
         step = "step" if by_step else ""
-        yield table((Column("model"), *numbers(step, "size", "tokens/s", "weights moved")), Candidate.described, "")
+        yield table((Column("model"), *numbers(step, "size", "tokens/s", "weights moved")), Pair.described, "")
         yield Section(note=bold(self.best))
         yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
-        yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Candidate.scores)
-        yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Candidate.distances)
+        yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Pair.scores)
+        yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Pair.distances)
         if any(one.last_words for one in self.candidates):
-            yield table(numbers("last words right", "their perplexity"), Candidate.words)
+            yield table(numbers("last words right", "their perplexity"), Pair.last)
         for letter, one in each:
-            for whose, lacks, share in one.against.lacking(letter) if one.against else ():
+            for whose, lacks, share in one.distributions.lacking(letter) if one.distributions else ():
                 yield Section(note=yellow(f"{lacks} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
-            for part, why in one.left_out.items():
+            for part, why in one.compatibility.impossible.items():
                 if part != "activations":
                     yield Section(note=yellow(f"left out of {letter}: {part}: {why.partition(';')[0]}"))
         for letter, gates in zip(self.letters[1:], self.gates, strict=False):
             yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
-        yield made_with(models, self.text, self.environment, self.seed)
+        yield made_with(models, self.text, self.environment, seed=self.seed)
         yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))

@@ -115,7 +115,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
     started, side = time.perf_counter(), open_side(name, settings)
     ours = side if isinstance(side, CheckpointSide) and not side.by_transformers else None
     tokenizer, tokens = side.tokenizer, ROW * TOGETHER if settings.tokens is None else settings.tokens
-    passage = open_passage([side], [tokenizer], replace(settings, tokens=tokens))
+    passage = open_passage([side], replace(settings, tokens=tokens))
     vocab, positions = vocabulary(side, tokenizer) or None, side.n_positions or ROW
     padding = min(PADDING, positions // 2) if ours else 0
     length = min(ROW, passage.windows.context, positions - padding, len(passage.ids))
@@ -148,7 +148,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
             found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
     env = environment([side.dtype] if side.dtype else [])
     text = replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
-    return Noise(side.describe(env.versions), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)
+    return Noise(side.describe(), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)
 
 
 def _alone(run: Logits, rows: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compare the first of several sides with each other one: a list of pairs. Two models are the case of one pair."""
+"""Compare the first of several sides with each other one: a list of pairs, each with chosen parts. Two models are one pair."""
 
 from __future__ import annotations
 
@@ -11,25 +11,33 @@ from dataclasses import replace
 
 import torch
 
-from gpt2.comparison.compatibility import Compatibility, require_same_function
-from gpt2.comparison.distributions import perplexity_ratio
+from gpt2.checkpoint.keys import expected
+from gpt2.comparison.activations import compare_activations
+from gpt2.comparison.blame import Blame, find_blame
+from gpt2.comparison.cases import compare_cases
+from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, require_same_function
+from gpt2.comparison.distributions import perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone
-from gpt2.comparison.many_results import Candidate, Comparisons, Ranked
-from gpt2.comparison.pair import Pair, blamed, fit, measure
+from gpt2.comparison.many_results import Comparisons, Pair, Ranked
 from gpt2.comparison.passage import Passage, open_passage
 from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_sides
-from gpt2.comparison.sides.side import Model, Shown, environment_of, require_head
+from gpt2.comparison.sides.side import Read, Shown, Side, environment_of, require_head, vocabulary
+from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
+from gpt2.comparison.words import compare_words
+from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.last_words import LastWords, last_words_change
-from gpt2.measure.metrics import Logits
+from gpt2.measure.metrics import Logits, Progress
+from gpt2.measure.per_token import measure_pair
 from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
+TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
 
 
 def compare_sides(
@@ -41,12 +49,16 @@ def compare_sides(
     the ``hashes`` of their files are left out if they are not asked for. Of several, one model is in memory at a time, and the
     first beside it where its logits are too many to keep.
     """
-    started, several = time.perf_counter(), len(models) > 2
-    parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
+    started, several, seed = time.perf_counter(), len(models) > 2, settings.seed
+    hashes, parts, saved = (
+        hashes or not several,
+        frozenset(() if several else Shown),
+        settings.save and require_name(settings.save),
+    )
     sides = open_sides(*models, settings=settings)
     for side in sides:
         require_head(side.vocab_size or 0, side, sides)  # of a recording
-    passage = open_passage(sides, [side.tokenizer for side in sides], settings)
+    passage, env = open_passage(sides, settings), environment_of(sides)
     first, *others = (Loaded(side, sides) for side in sides)
     fits = [fit(first.side, each.side, passage, parts) for each in others]
     if settings.blame:
@@ -54,58 +66,52 @@ def compare_sides(
     with ExitStack() as stack:
         settings.progress(f"{first.side.name}: loading")
         stack.enter_context(first.side)
-        last_words = first.last_words(passage, settings.seed, settings.progress)
+        last_words = first.last_words(passage, seed, settings.progress)
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
-        pairs = [measure(first, b, logits, passage, settings, parts, fit) for b, fit in zip(others, fits, strict=True)]
-        compared = next(((pair.distributions.a, pair.logp_a) for pair in pairs if pair.distributions is not None), None)
+        pairs = [
+            measure(first, *each, logits, passage, settings, parts, hashes=hashes) for each in zip(others, fits, strict=True)
+        ]
+        compared = next((pair for pair in pairs if pair.distributions is not None), None)
         if saved and compared is None:
             raise InputError(
                 f"{sides[0].name}: was not run over the text beside {sides[1].name}, so it is not saved; save it alone"
             )
-        if compared is not None:
-            own, logp = compared
+        if compared is not None and compared.distributions is not None:
+            own, logp = compared.distributions.a, compared.logp
         elif several:
-            own, logp = alone(logits, passage, first.tokenizer, settings.seed)
+            own, alone_logp = alone(logits, passage, first.tokenizer, seed)
+            logp = alone_logp, alone_logp
         else:
-            own, logp = first.in_its_tokens(passage, first.tokenizer, settings.seed), None
-    env = environment_of(sides)
-    described = [side.describe(env.versions, hashes=hashes or not several) for side in sides]
+            own, logp = first.in_its_tokens(passage, first.tokenizer, seed), None
+    a = first.side.describe(hashes=hashes)
     if several:
-        whole = Pair(
-            Compatibility((), fits[0].vocabularies, heads_left_out(first.side)), language=own, logp=logp, last_words=last_words
+        heads = Compatibility((), fits[0].vocabularies, heads_left_out(first.side))
+        whole = Pair(a, first.side.size, first.speed, own, heads, last_words, logp)
+        each = zip((whole, *pairs), (first, *others), steps, strict=True)
+        candidates = tuple(
+            replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=step) for pair, side, step in each
         )
-        rows = zip((first, *others), described, (whole, *pairs), steps, strict=True)
-        candidates = tuple(_candidate(first, *row) for row in rows)
-        ranking, spent = _ranking(candidates, (whole, *pairs), settings.seed), sum(each.seconds for each in (first, *others))
+        ranking, spent = _ranking(candidates, seed), sum(each.seconds for each in (first, *others))
         seconds = time.perf_counter() - started
-        return Comparisons(candidates, passage.scored, env, settings.seed, seconds, spent, ranking=ranking)
-    (pair,), (other,) = pairs, others
-    left_out = pair.fit.impossible | first.rows_left_out | other.rows_left_out
-    change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=settings.seed)
+        return Comparisons(candidates, passage.scored, env, seed, seconds, spent, ranking=ranking)
+    (pair,) = pairs
+    change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
     parts_of = ("distributions", "weights", "activations", "words", "cases", "floor")
     return Comparison(
-        a=described[0],
-        b=described[1],
-        compatibility=replace(pair.fit, impossible=left_out),
+        a=a,
+        b=pair.model,
+        compatibility=pair.compatibility.without(first.rows_left_out | others[0].rows_left_out),
         text=passage.scored,
         **{name: getattr(pair, name) for name in parts_of},
         alone=() if pair.distributions else (own.score, pair.language.score),
         last_words=LastWords(last_words, pair.last_words, change) if last_words and pair.last_words and change else None,
-        blame=blamed(sides[0], sides[1], passage, settings) if settings.blame else None,
+        blame=_blame(sides[0], sides[1], passage, settings) if settings.blame else None,
         environment=env,
-        seed=settings.seed,
+        seed=seed,
         seconds=time.perf_counter() - started,
     )
-
-
-def _candidate(first: Loaded, loaded: Loaded, model: Model, pair: Pair, step: int | None) -> Candidate:
-    """Return what is said of one of several sides, the first one too."""
-    side, speed = loaded.side, loaded.inputs / loaded.seconds if loaded.seconds else math.nan
-    more = side.vocab_size - first.side.vocab_size if side.vocab_size and first.side.vocab_size else 0
-    known = pair.language, pair.last_words, pair.distributions, pair.moved, pair.fit.impossible | loaded.rows_left_out
-    return Candidate(model, step, side.size, speed, *known, more)
 
 
 @torch.inference_mode()
@@ -118,10 +124,10 @@ def _kept(loaded: Loaded, passage: Passage) -> Logits | None:
     return lambda _: next(kept)
 
 
-def _ranking(candidates: Sequence[Candidate], pairs: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:
+def _ranking(candidates: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:
     """Return the models from the best on, by what the text asks, each with its distance from the one before."""
     worth = [each.language.bits_per_byte.value for each in candidates]
-    losses = [None if pair.logp is None else -pair.logp for pair in pairs]
+    losses = [None if each.logp is None else -each.logp[1] for each in candidates]
     if all(each.last_words for each in candidates):
         losses = [torch.tensor(each.last_words.losses, dtype=torch.float64) for each in candidates if each.last_words]
         worth = [float(each.mean()) for each in losses if each is not None]
@@ -132,3 +138,102 @@ def _ranking(candidates: Sequence[Candidate], pairs: Sequence[Pair], seed: int) 
         paired = None if one is None or other is None else perplexity_ratio(-one, -other, Bootstrap(len(other), seed))
         ranked.append(Ranked(n, paired))
     return tuple(ranked)
+
+
+def fit(a: Side, b: Side, passage: Passage, parts: frozenset[Shown]) -> Compatibility:
+    """Decide before anything runs what can be measured. Raises InputError: nothing of the two can be matched.
+
+    ``parts`` are those of which all is measured: weights tensor by tensor, activations, and of logits also words and the floor of
+    noise. Else it is the distributions, and how far the weights moved.
+    """
+    found = compatibility(a.config, b.config, a.tokenizer, b.tokenizer)
+    heads = heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
+    found = replace(found, impossible=_not_shown((a, b), parts) | found.impossible | heads)
+    return on_text(found, a.tokenizer, b.tokenizer, passage.ids)
+
+
+def measure(
+    a: Loaded,
+    b: Loaded,
+    fit: Compatibility,
+    logits_a: Logits,
+    passage: Passage,
+    settings: Settings,
+    parts: frozenset[Shown],
+    *,
+    hashes: bool = True,
+) -> Pair:
+    """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
+    seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a.side, b.side)
+    weights = activations = distributions = words = logp = floor = moved = None
+    stored = all(Shown.WEIGHTS in side.shows for side in sides) and "weights" not in fit.impossible
+    if stored and Shown.WEIGHTS in parts:  # before b takes memory
+        weights = _weights(*sides, progress)
+    progress(f"{b.side.name}: loading")
+    with b.side:
+        if Shown.ACTIVATIONS in parts and "activations" not in fit.impossible:
+            start = ids[None, : min(passage.windows.context, TRACED)]
+            fit = fit.without(a.side.left_out(start) | b.side.left_out(start))
+            if "activations" not in fit.impossible:
+                blocks = a.side.blocks, b.side.blocks
+                activations = compare_activations(*blocks, start, threshold=settings.threshold, progress=progress)
+        if "distributions" not in fit.impossible:
+            measured = measure_pair(logits_a, b.logits, ids, passage.windows, progress=progress)
+            distributions = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
+            language, logp = distributions.b, (measured.logp_a, measured.logp_b)
+            if Shown.LOGITS in parts and a.tokenizer is not None and b.tokenizer is not None:
+                words = compare_words(a, b, (a.tokenizer, b.tokenizer), measured, passage, progress=progress)
+            del measured
+        else:
+            language = b.in_its_tokens(passage, a.tokenizer, seed)
+        cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
+        last_words = b.last_words(passage, seed, progress)
+        if Shown.LOGITS in parts and distributions is not None:
+            progress("the floor of noise")
+            floor = a.floor(ids[:TRACED], b.side.dtype) or b.floor(ids[:TRACED], a.side.dtype)
+    if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
+        config, *read = _shared(*sides, mapped=True)
+        moved = distance(expected(config), *read, progress=progress)
+    about = b.side.describe(hashes=hashes), b.side.size, b.speed, language, fit, last_words, logp, distributions, moved
+    return Pair(*about, weights, activations, words, cases, floor, _more_rows(*sides))
+
+
+def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:
+    """Find which parts of b's weights carry the difference from a."""
+    vocab, seed, progress = vocabulary(a, b, a.tokenizer, b.tokenizer), settings.seed, settings.progress
+    return find_blame(*_shared(a, b), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=progress)
+
+
+def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read, Read]:
+    """Return the sizes that both have, with a head's own matrix if either has one, and a reader of each one's parameters."""
+    one, other = a.config, b.config
+    assert one
+    assert other
+    rows, tied = min(one.vocab_size, other.vocab_size), one.tie_word_embeddings and other.tie_word_embeddings
+    return replace(one, vocab_size=rows, tie_word_embeddings=tied), a.weights(rows, mapped=mapped), b.weights(rows, mapped=mapped)
+
+
+def _more_rows(a: Side, b: Side) -> int:
+    """Return how many rows of the vocabulary b has more than a; 0 where one does not tell it."""
+    return b.vocab_size - a.vocab_size if a.vocab_size and b.vocab_size else 0
+
+
+def _not_shown(sides: tuple[Side, Side], parts: frozenset[Shown]) -> dict[str, str]:
+    """Return the chosen parts that a side's nature rules out, each with the reason."""
+    missing = {shown.value: [side for side in sides if shown not in side.shows] for shown in Shown if shown in parts}
+    return {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
+
+
+def _weights(one: Side, other: Side, progress: Progress) -> WeightChanges:
+    """Compare tensor by tensor, and find the type to which all that changed are a's, rounded."""
+    config, a, b = _shared(one, other)
+    changes = replace(compare_weights(expected(config), a, b, progress=progress), rows=_more_rows(one, other))
+    if changes.same_numbers:
+        return changes
+    small_first = sorted((each for each in changes.tensors if not each.equal), key=lambda each: math.prod(each.shape))
+    named = [each.name for each in small_first]
+    matrix = [each.name for each in small_first if len(each.shape) == 2][:1]
+    if (type := quantisation(a, b, named)) is not None or (type := quantisation(a, b, matrix)) is None:
+        return replace(changes, rounded_to=type or "")
+    beyond = tuple(beyond_rounding(a, b, named, type))
+    return replace(changes, nearly=type, beyond=beyond) if 2 * len(beyond) <= len(named) else changes

@@ -46,7 +46,7 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
     Raises InputError: no such side or text, or the file cannot be written.
     """
     path, side = require_name(path), open_side(name, settings)
-    passage = open_passage([side], [side.tokenizer], settings)
+    passage = open_passage([side], settings)
     with side, saving(path, Loaded(side, [side]), passage) as logits, torch.inference_mode():
         for inputs, group in passage.windows.batches(passage.ids):
             logits(inputs)
@@ -66,7 +66,7 @@ def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
     if not vocab:
         raise InputError(f"{side.name}: the size of its vocabulary is not known; save it beside a MODEL that has a tokenizer")
     env, spans = environment_of([side]), list(passage.windows.of(len(passage.ids)))
-    said = {"side": asdict(side.describe(env.versions)), "text": asdict(passage.scored), "environment": env}
+    said = {"side": asdict(side.describe()), "text": asdict(passage.scored), "environment": env}
     said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(passage.windows)}
     about = as_json({"format": FORMAT, "version": __version__, **said}, None)
     lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)

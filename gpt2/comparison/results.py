@@ -65,6 +65,11 @@ class Comparison(Printed):
         return weights and activations and distributions and program
 
     @property
+    def moved(self) -> float | None:
+        """The norm of the weights' change over the norm of a's."""
+        return None if self.weights is None else self.weights.total.distance
+
+    @property
     def protocol(self) -> str:
         """Scored tokens, context and stride; one set per model if the tokenizers differ."""
         if self.alone:
@@ -169,9 +174,9 @@ class Comparison(Printed):
         if examples := found.vocabularies.examples:
             rows = [(str(id), a or "", b or "") for id, a, b in examples]
             yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
-        flags = [] if self.activations is None else ["--threshold", f"{self.activations.threshold:g}"]
-        flags += [] if self.blame is None else ["--blame"]
-        yield made_with([self.a, self.b], self.text, self.environment, self.seed, *flags)
+        more: dict[str, object] = {} if self.activations is None else {"threshold": self.activations.threshold}
+        more |= {} if self.blame is None else {"blame": True}
+        yield made_with([self.a, self.b], self.text, self.environment, seed=self.seed, **more)
         yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
     def _subjects(self) -> str:

@@ -120,7 +120,7 @@ def compare_words(
     starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
     prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
     rows: tuple[Continuation, ...] = ()
-    if prompts and length and text.recording is None:
+    if prompts and length and a.answers and b.answers:
         progress("words: continuing prompts")
         rows = continuations(a, b, tokenizers, prompts, min(NEW_TOKENS, context - length))
     return Words(tuple(words), tuple(worst), rows)

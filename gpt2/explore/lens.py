@@ -73,7 +73,7 @@ def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterato
     env = environment_of(sides)
     with ExitStack() as stack:
         models = tuple(stack.enter_context(side.model()) for side in sides)
-        yield Explorer(sides, models, tuple(side.describe(env.versions) for side in sides), tokenizers, env)
+        yield Explorer(sides, models, tuple(side.describe() for side in sides), tokenizers, env)
 
 
 @torch.inference_mode()

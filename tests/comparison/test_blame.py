@@ -14,7 +14,6 @@ from torch import Tensor
 
 import gpt2
 from gpt2.checkpoint.export import export
-from gpt2.checkpoint.keys import expected
 from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison.blame import Blame, find_blame
@@ -44,8 +43,7 @@ def changed(*names: str, by: float = 0.1) -> GPT2:
 
 def blame(a: GPT2, b: GPT2) -> Blame:
     read: list[Callable[[str], Tensor]] = [lambda name, of=of: of.get_parameter(name).detach().clone() for of in (a, b)]
-    names = list(expected(CONFIG))
-    return find_blame(CONFIG, *read, IDS, Windows(CONFIG.n_positions), names=names, vocab=CONFIG.vocab_size)
+    return find_blame(CONFIG, *read, IDS, Windows(CONFIG.n_positions), vocab=CONFIG.vocab_size)
 
 
 def kl(a: GPT2, b: GPT2) -> float:

@@ -1,6 +1,5 @@
 """Every statistic against SciPy, a loop over Python floats or decimals, or a closed form."""
 
-import itertools
 import json
 import math
 import weakref
@@ -63,7 +62,7 @@ def made(n: int, seed: int = 0, context: int = 64) -> Tokens:
     only = torch.rand(2, n, generator=generator, dtype=torch.float64)
     targets = torch.randint(7, (n,), generator=generator)
     index = torch.arange(1, n + 1)
-    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, *only, windows=Windows(context))
+    return Tokens(targets, index, *logs, *kl, *top, *p, *only, windows=Windows(context))
 
 
 # The divergences
@@ -282,10 +281,9 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
     assert got.index.tolist() == list(range(1, length))
     assert torch.equal(got.targets, ids[1:])
     assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
-    for i, position in enumerate(got.position.tolist()):
+    for i in range(length - 1):
         end = next(end for end in range(context, context + length, stride or context) if end > i)
-        assert position == i + 1 - max(0, min(end, length - 1) - context)
-        seen = ids[None, i + 1 - position : i + 1]
+        seen = ids[None, max(0, min(end, length - 1) - context) : i + 1]
         with torch.no_grad():
             p, q = (model(seen)[0, -1].softmax(0).numpy() for model in (a, b))
         assert got.kl_ab[i].item() == pytest.approx(scipy.stats.entropy(p, q), rel=1e-9)
@@ -300,13 +298,12 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
 def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, stride):
-    """The guide's windows do not score their first token: its bytes must not count, and the other positions must not shift."""
+    """The guide's windows do not score their first token: its bytes must not count, and the other tokens must not shift."""
     a, b, ids, lengths = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, 30), torch.arange(1, 14)
     windows = Windows(context, stride, guide=True)
     got = measure_pair(a, b, ids, windows)
     places = {place: window for window in windows.of(30) for place in range(window.first, window.end)}
     assert got.index.tolist() == [place + 1 for place in places]
-    assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
     assert torch.equal(got.targets, ids[got.index])
     assert (len(got) < 29) == (stride == 8)
     score = language_score(a, ids, lengths, windows)
@@ -394,22 +391,6 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     assert json.loads(json.dumps(asdict(got)))["kl_ab"]["max_at"] == got.kl_ab.max_at
     later = summarise(replace(tokens, index=tokens.index + 100), lengths)
     assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
-
-
-@pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
-def test_bins_hold_every_token_once(context):
-    """Possible bugs: a token on an edge in two bins or in none; a NaN mean of an empty bin."""
-    tokens = made(700, context=context)
-    bins = summarise(tokens, torch.ones(40)).by_position
-    assert (bins[0].low, bins[-1].high) == (1, context)
-    assert len(bins) <= 17
-    assert all(first.high + 1 == second.low for first, second in itertools.pairwise(bins))
-    assert sum(part.tokens for part in bins) == 700
-    for part in bins:
-        inside = (part.low <= tokens.position) & (tokens.position <= part.high)
-        columns = tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, (tokens.top_a[:, 0] == tokens.top_b[:, 0]).double()
-        means = [float(column[inside].mean()) for column in columns]
-        assert (part.tokens, part.kl, part.loss_a, part.loss_b, part.same_top) == pytest.approx((int(inside.sum()), *means))
 
 
 @pytest.mark.parametrize("length", [2, 3, 5, 20])

@@ -50,9 +50,9 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
     """A row of the first model's logits read for another token's would make every candidate look alike."""
     alone = compare(names[0], names[2], on=text, tokens=200)
     third = found.candidates[2]
-    assert (third.model, third.language, third.against) == (alone.b, alone.distributions.b, alone.distributions)
-    assert third.weights == pytest.approx(alone.weights.total.distance, rel=1e-7)
-    assert found.candidates[3].against.kl_ab.max == found.candidates[3].weights == 0 < third.against.kl_ab.mean.value
+    assert (third.model, third.language, third.distributions) == (alone.b, alone.distributions.b, alone.distributions)
+    assert third.moved == pytest.approx(alone.weights.total.distance, rel=1e-7)
+    assert found.candidates[3].distributions.kl_ab.max == found.candidates[3].moved == 0 < third.distributions.kl_ab.mean.value
     first, half, *_ = found.candidates  # a picture in which two dtypes have one size shows nothing
     files = sum(path.stat().st_size for path in Path(names[0]).iterdir())
     assert first.size == 4 * first.model.parameters < files  # its tokenizer is no weight
@@ -75,17 +75,17 @@ def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
     monkeypatch.setattr(pairs, "HELD", 0)
     again = gpt2.compare(*names, on=text, tokens=200)
     assert runs.count(names[0]) - once == once // 2 * 4  # A three times, and D, which is A, once
-    assert [each.against for each in again.candidates] == [each.against for each in found.candidates]
+    assert [each.distributions for each in again.candidates] == [each.distributions for each in found.candidates]
 
 
 def test_what_is_printed(found: Comparisons) -> None:
     """A table that is wider than 80 columns breaks in a terminal; a page must load nothing. Five rows gave no answer."""
     table, body = found.table(80), json.loads(found.to_json())
     assert max(map(len, table.splitlines())) <= 80
-    assert f" {found.candidates[1].against.ratio.span('.3f')} " in table  # on one line
+    assert f" {found.candidates[1].distributions.ratio.span('.3f')} " in table  # on one line
     against = body["candidates"][1]["against"]
     assert against.keys() == {"ratio", "bits", "kl", "kl_max", "same_top", "only_first", "only_it"}
-    assert against["kl"]["value"] == found.candidates[1].against.kl_ab.mean.value
+    assert against["kl"]["value"] == found.candidates[1].distributions.kl_ab.mean.value
     assert "D equal (x 1.000, exactly)" in found.best
     apart = replace(found, ranking=(found.ranking[0], found.ranking[1]._replace(behind=Estimate(1.02, 1.01, 1.03))))
     assert "worse (x 1.020, 1.010 .. 1.030)" in apart.best
@@ -115,9 +115,9 @@ def test_what_cannot_be_compared(names: list[str], text: str, tmp_path: Path) ->
     (tmp_path / "other" / "config.json").write_text(json.dumps(config | {"layer_norm_epsilon": 1e-3}))
     found = gpt2.compare(names[0], str(tmp_path / "other"), "shakespeare-mini", on=text, tokens=100)
     first, epsilon, other = found.candidates
-    assert (epsilon.weights, other.against) == (0, None)
+    assert (epsilon.moved, other.distributions) == (0, None)
     assert other.language.score.bytes == pytest.approx(first.language.score.bytes, abs=8)
     assert "left out of C" in found.table(80)
     larger, smaller, _ = gpt2.compare("shakespeare-mini", names[0], names[0], on=text, tokens=60).candidates
-    assert smaller.against is None  # its 300 tokens were held against the 2,048 of the first
+    assert smaller.distributions is None  # its 300 tokens were held against the 2,048 of the first
     assert smaller.language.score.bytes == pytest.approx(larger.language.score.bytes, abs=8)

@@ -157,7 +157,7 @@ def test_a_padded_vocabulary_is_compared_over_the_tokens_there_are(base: Path, t
     said = found.compatibility.impossible[f"rows of {tmp_path} without a token"]
     assert float(said.split("take ")[1].split("%")[0]) / 100 == pytest.approx(share, rel=0.1)
     several = gpt2.compare(str(base), str(base), str(tmp_path), on=text, tokens=200)
-    assert several.candidates[2].against.kl_ab.max < 1e-12
+    assert several.candidates[2].distributions.kl_ab.max < 1e-12
     assert "equal, +20 rows" in several.table(200)
     assert f"left out of C: rows of {tmp_path} without a token: they take" in " ".join(several.table(300).split())
 
@@ -206,7 +206,7 @@ def test_added_tokens_that_take_the_probability(base: Path, text: str, tmp_path:
     assert not found.ok
     assert "The same weights in the rows that both have, and 2 rows more" in table
     several = gpt2.compare(str(base), str(base), str(grown), on=text, tokens=200)
-    assert several.candidates[2].against.ratio.value == pytest.approx(ratio, rel=1e-4)
+    assert several.candidates[2].distributions.ratio.value == pytest.approx(ratio, rel=1e-4)
     assert f"A lacks tokens that have {100 * share:.3g}% of C's probability" in " ".join(several.table(200).split())
 
 
@@ -287,7 +287,7 @@ def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str,
     assert found.weights.total.distance == pytest.approx(alone.weights.total.distance, rel=1e-9)
     assert tuned.training
     assert [name for name, _ in tuned.named_parameters()] == [name for name, _ in adapted]  # it stays as it was
-    assert gpt2.compare(model, model, base, **where).candidates[1].weights == 0
+    assert gpt2.compare(model, model, base, **where).candidates[1].moved == 0
     for wrong, says in {
         ("To be, or not to be", model): "reads like a text; texts are read as on='my.jsonl'",
         (text, model): "reads like a text",

@@ -49,7 +49,7 @@ def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved:
     both = compare(saved, saved)  # without any tokenizer
     assert both.distributions.a.score.bytes == alone.distributions.a.score.bytes
     several = compare(saved, f"{model}:bf16", model)
-    assert [one.against.kl_ab.mean.value > 0 for one in several.candidates[1:]] == [True, False]
+    assert [one.distributions.kl_ab.mean.value > 0 for one in several.candidates[1:]] == [True, False]
 
 
 @pytest.mark.parametrize("dtype", ["f64", "bf16"])

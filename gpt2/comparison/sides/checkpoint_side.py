@@ -4,22 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.checkpoint.official import official_files
-from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.sides.side import Model, Shown, Side, Weights
+from gpt2.comparison.sides.side import Model, Read, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
+from gpt2.int8 import rounded_parameter
 from gpt2.measure.environment import dtype_label
 from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
@@ -75,9 +77,14 @@ class CheckpointSide(Side):
             return sum(files[key].entries[key].end - files[key].entries[key].start for keys in held for key in keys)
         return self.config.num_parameters() * self.dtype.itemsize
 
-    @property
-    def weights(self) -> Weights:
-        return Weights(self.checkpoint)
+    def weights(self, rows: int, *, mapped: bool = False) -> Read:
+        stored, dtype = self.checkpoint.reader(mapped=mapped), self.dtype
+
+        def read(name: str, dtype: torch.dtype = dtype) -> Tensor:
+            tensor = stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
+            return tensor[:rows] if name in ("wte.weight", HEAD) else tensor
+
+        return (lambda name: rounded_parameter(name, read(name, torch.float32))) if dtype == torch.int8 else read
 
     @contextmanager
     def model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
@@ -124,14 +131,17 @@ class CheckpointSide(Side):
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.program, ids)
 
-    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
-        """Return everything needed to run this side again; ``hashes`` are of the weights and the config."""
-        implementation = f"transformers {versions['transformers']}" if self.by_transformers else "gpt2"
-        config, revision = self.config, self.checkpoint.revision
-        files = {name: sha256(path) for name, path in self.checkpoint.files().items() if hashes}
-        official = official_files(files, self.checkpoint.name) if files else None
-        dtype, parameters = dtype_label(self.dtype), config.num_parameters()
-        return Model(self.name, implementation, dtype, revision, parameters, asdict(config), files, official)
+    @property
+    def implementation(self) -> str:
+        return f"transformers {version('transformers')}" if self.by_transformers else "gpt2"
+
+    stored = property(lambda self: dtype_label(self.dtype))  # type: ignore[assignment]  # read-only
+    revision = property(lambda self: self.checkpoint.revision)  # type: ignore[assignment]
+    files = property(lambda self: self.checkpoint.files())  # of the weights and the config
+
+    def describe(self, *, hashes: bool = True) -> Model:
+        said = super().describe(hashes=hashes)
+        return replace(said, official=official_files(said.files, self.checkpoint.name)) if said.files else said
 
 
 def heads_left_out(*sides: Side) -> dict[str, str]:

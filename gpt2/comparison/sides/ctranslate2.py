@@ -28,7 +28,7 @@ class CTranslate2Side(EngineSide):
         return self.path
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def parts(self) -> tuple[Path, ...]:
         return tuple(path for path in (self.path / "model.bin", self.path / "config.json") if path.is_file())
 
     @property

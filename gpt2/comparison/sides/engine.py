@@ -6,6 +6,7 @@ import hashlib
 import importlib
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
@@ -15,8 +16,7 @@ from typing import Any, ClassVar, Self
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.sides.side import Model, Shown, Side
+from gpt2.comparison.sides.side import Shown, Side
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError, user_path
 
@@ -64,18 +64,17 @@ class EngineSide(Side):
         return self.path
 
     @property
-    def files(self) -> tuple[Path, ...]:
-        """The files of the model, hashed for the report."""
+    def files(self) -> dict[str, Path]:
+        return {path.name: path for path in self.parts}
+
+    @property
+    def parts(self) -> tuple[Path, ...]:
+        """The files of the model."""
         return (self.path,)
 
     @property
     def size(self) -> int:
-        return sum(path.stat().st_size for path in self.files)
-
-    @property
-    def stored(self) -> str:
-        """The type of the weights in words; "" where the file does not tell it."""
-        return ""
+        return sum(path.stat().st_size for path in self.parts)
 
     @property
     def folder(self) -> Path:
@@ -93,13 +92,11 @@ class EngineSide(Side):
         """The tokenizer beside the model."""
         return from_directory(self.folder) if holds_tokenizer(self.folder) else None
 
-    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
-        try:
-            implementation = f"{self.package} {version(self.package)}"
-        except PackageNotFoundError:
-            implementation = self.package
-        files = {path.name: sha256(path) for path in self.files if hashes}
-        return Model(self.name, implementation, self.stored, None, None, {}, files)
+    @property
+    def implementation(self) -> str:
+        with suppress(PackageNotFoundError):
+            return f"{self.package} {version(self.package)}"
+        return self.package
 
 
 class EngineTokenizer(Tokenizer):

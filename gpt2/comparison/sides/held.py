@@ -32,6 +32,10 @@ class HeldCheckpoint(ModuleCheckpoint):
         return found
 
 
+class HeldSide(CheckpointSide):
+    in_memory = True
+
+
 def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
     """Return the side of a model as it is now, adapters merged. Raises InputError: it is in int8."""
     loaded_from, table = getattr(model, "name", ""), model.wte.weight
@@ -40,4 +44,4 @@ def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
         raise InputError(f"{name}: is in int8; give its name, as in {loaded_from or 'MODEL'}:int8")
     weights = {key: each.cpu() for key, each in merged(model).state_dict().items()}
     checkpoint = HeldCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, (), loaded_from, offline)
-    return CheckpointSide(name, False, checkpoint, table.device)
+    return HeldSide(name, False, checkpoint, table.device)

@@ -46,7 +46,7 @@ class LlamaCppSide(EngineSide):
         return self._vocabulary.n_vocab()
 
     @property
-    def stored(self) -> str:
+    def stored(self) -> str:  # type: ignore[override]  # read-only
         package, file_type = self.engine(), int(self._metadata.get("general.file_type", -1))
         names = [key for key in dir(package) if key.startswith(FILE_TYPE) and getattr(package, key) == file_type]
         return names[0].removeprefix(FILE_TYPE).removeprefix("MOSTLY_").removeprefix("ALL_") if names else ""

@@ -35,7 +35,7 @@ class OnnxSide(EngineSide):
         return graphs[0]
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def parts(self) -> tuple[Path, ...]:
         data = self.path.with_name(f"{self.path.name}.data"), self.path.with_name(f"{self.path.name}_data")
         return (self.path, *(path for path in data if path.is_file()))
 

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Container, Iterator
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -16,8 +17,8 @@ from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
-from gpt2.checkpoint.saving import save, sha256
-from gpt2.comparison.sides.side import Model, Shown, Side, T
+from gpt2.checkpoint.saving import save
+from gpt2.comparison.sides.side import Shown, Side, T
 from gpt2.damage import look
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name
@@ -34,9 +35,8 @@ class PortSide(Side):
     checkpoint: Checkpoint | None = None
     shows = frozenset({Shown.LOGITS, Shown.ACTIVATIONS})
 
-    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
-        file = self.target.path
-        return Model(self.name, f"{file.name}, torch {versions['torch']}", "", None, None, {}, {file.name: sha256(file)})
+    files = property(lambda self: {self.target.path.name: self.target.path})
+    implementation = property(lambda self: f"{self.target.path.name}, torch {version('torch')}")
 
     def load(self, stack: ExitStack) -> nn.Module:
         stack.callback(setattr, sys, "argv", sys.argv)  # changed for the user's file, which may import its neighbours late

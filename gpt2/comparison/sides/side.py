@@ -3,31 +3,31 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any, Self, TypeVar
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.checkpoint import Checkpoint
-from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.official import Official
+from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
-from gpt2.int8 import rounded_parameter
 from gpt2.measure.environment import Environment, environment
 from gpt2.measure.tracing import Recorded
 from gpt2.measure.user_code import error_line
-from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
+
+if TYPE_CHECKING:
+    from gpt2.comparison.passage import Passage
 
 T = TypeVar("T")
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor
-Tokenizers = Sequence[Tokenizer | None]  # of sides; None: it reads its partner's ids
 
 
 class Shown(StrEnum):
@@ -50,6 +50,7 @@ class Model:
     config: dict[str, Any]  # empty where the side does not tell it
     files: dict[str, str]
     official: Official | None = None
+    in_memory: bool = False  # a model, and no name of one
 
 
 @dataclass(frozen=True)
@@ -70,42 +71,6 @@ class Scored:
         return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
 
 
-@dataclass(frozen=True, eq=False)
-class Recording:
-    """The only text that a recorded side can be asked about."""
-
-    ids: Tensor  # (N,) int64
-    windows: Windows
-    text: Scored
-    tokenizer: str | None  # the fingerprint of the tokenizer, where it is known
-    token_bytes: Tensor | None  # (V,) the bytes that each token stands for, where they are known
-
-
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a ``checkpoint``, one parameter at a time, in the dtype in which it runs."""
-
-    checkpoint: Checkpoint
-
-    @property
-    def config(self) -> GPT2Config:
-        return self.checkpoint.config
-
-    def beside(self, other: Weights, *, mapped: bool = False) -> tuple[Read, Read]:
-        """Return a reader of each one's parameters, of the tables the rows that both have; into new memory, unless ``mapped``."""
-        rows = min(self.config.vocab_size, other.config.vocab_size)
-        return self._reader(rows, mapped), other._reader(rows, mapped)
-
-    def _reader(self, rows: int, mapped: bool) -> Read:
-        stored, dtype = self.checkpoint.reader(mapped=mapped), self.checkpoint.dtype
-
-        def read(name: str, dtype: torch.dtype = dtype) -> Tensor:
-            tensor = stored("wte.weight" if name == HEAD and self.config.tie_word_embeddings else name, dtype)
-            return tensor[:rows] if name in ("wte.weight", HEAD) else tensor
-
-        return (lambda name: rounded_parameter(name, read(name, torch.float32))) if dtype == torch.int8 else read
-
-
 class Side(ABC):
     """One of the models of a comparison, by name; nothing heavy is loaded before the ``with`` block, in which it is run.
 
@@ -118,7 +83,10 @@ class Side(ABC):
     config: GPT2Config | None = None
     dtype: torch.dtype | None = None  # in which it runs, where torch has that dtype
     device: torch.device = torch.device("cpu")
-    recording: Recording | None = None  # of a side that can be asked about no other text
+    revision: str | None = None
+    stored: str = ""  # the type of its weights in words, where that is known
+    in_memory: bool = False  # whether it is a model that was given, and no name
+    recording: Passage | None = None  # of a side that can be asked about no other text
     advice: str = "convert the model again"  # where it fails
     program: Any = None  # what runs it, while it is loaded
 
@@ -170,10 +138,9 @@ class Side(ABC):
         """The side's own tokenizer, or None: then it reads its partner's ids."""
         return None
 
-    @property
-    def weights(self) -> Weights | None:
-        """Its weights, which can be read before it is loaded."""
-        return None
+    def weights(self, rows: int, *, mapped: bool = False) -> Read:
+        """Return a reader of its parameters, of the tables some ``rows``, before it is loaded; copies, unless ``mapped``."""
+        raise NotImplementedError
 
     @property
     def gpt2(self) -> GPT2 | None:
@@ -192,9 +159,21 @@ class Side(ABC):
         """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
         return {}
 
-    @abstractmethod
-    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
+    @property
+    def implementation(self) -> str:
+        """What runs it, with its version."""
+        return "gpt2"
+
+    @property
+    def files(self) -> Mapping[str, Path]:
+        """Its files by name."""
+        return {}
+
+    def describe(self, *, hashes: bool = True) -> Model:
         """Return everything needed to run this side again; without ``hashes``, its files are not read."""
+        files = {name: sha256(path) for name, path in self.files.items() if hashes}
+        config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
+        return Model(self.name, self.implementation, self.stored, self.revision, parameters, config, files, None, self.in_memory)
 
 
 def require_head(width: int, side: Side, sides: Iterable[Side]) -> None:

@@ -18,7 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.comparison.sides.side import Model, Recording, Scored, Shown, Side
+from gpt2.comparison.passage import Passage
+from gpt2.comparison.sides.side import Model, Scored, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
@@ -37,7 +38,7 @@ class TraceSide(Side):
     name: str
     model: Model
     rows: Tensor  # the logits (M, V) of the scored tokens, mapped
-    recording: Recording  # never None here
+    recording: Passage  # never None here
     activations: Mapping[str, Tensor] = field(default_factory=dict)  # of the first row, (1, T, ...)
     config: GPT2Config | None = None
 
@@ -86,7 +87,8 @@ class TraceSide(Side):
         by = f"{side.get('implementation', 'float64')}, saved by gpt2-toolkit {about['version']}" if about else "another program"
         dtype, parameters = side.get("dtype", side.get("stored", "")), config.num_parameters() if config else None
         model = Model(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), side.get("files", {}))
-        return cls(name, model, rows, Recording(ids.flatten(), windows, text, about.get("tokenizer"), lengths), traced, config)
+        passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
+        return cls(name, model, rows, passage, traced, config)
 
     @property
     def vocab_size(self) -> int:
@@ -126,7 +128,7 @@ class TraceSide(Side):
         }
         yield from grouped(cut)
 
-    def describe(self, versions: dict[str, str], *, hashes: bool = True) -> Model:
+    def describe(self, *, hashes: bool = True) -> Model:
         return self.model
 
 
