@@ -50,11 +50,7 @@ def compare_sides(
     first beside it where its logits are too many to keep.
     """
     started, several, seed = time.perf_counter(), len(models) > 2, settings.seed
-    hashes, parts, saved = (
-        hashes or not several,
-        frozenset(() if several else Shown),
-        settings.save and require_name(settings.save),
-    )
+    parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
     sides = open_sides(*models, settings=settings)
     for side in sides:
         require_head(side.vocab_size or 0, side, sides)  # of a recording
@@ -63,6 +59,7 @@ def compare_sides(
     fits = [fit(first.side, each.side, passage, parts) for each in others]
     if settings.blame:
         require_same_function(fits[0])
+    hashes = hashes or not several
     with ExitStack() as stack:
         settings.progress(f"{first.side.name}: loading")
         stack.enter_context(first.side)
@@ -70,25 +67,19 @@ def compare_sides(
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
-        pairs = [
-            measure(first, *each, logits, passage, settings, parts, hashes=hashes) for each in zip(others, fits, strict=True)
-        ]
-        compared = next((pair for pair in pairs if pair.distributions is not None), None)
-        if saved and compared is None:
-            raise InputError(
-                f"{sides[0].name}: was not run over the text beside {sides[1].name}, so it is not saved; save it alone"
-            )
-        if compared is not None and compared.distributions is not None:
-            own, logp = compared.distributions.a, compared.logp
-        elif several:
-            own, alone_logp = alone(logits, passage, first.tokenizer, seed)
-            logp = alone_logp, alone_logp
+        pairs = [measure(first, *each, logits, passage, settings, parts, hashes) for each in zip(others, fits, strict=True)]
+        compared = [(each.distributions.a, each.logp[0]) for each in pairs if each.distributions and each.logp]
+        if saved and not compared:
+            what = f"was not run over the text beside {sides[1].name}, so it is not saved"
+            raise InputError(f"{sides[0].name}: {what}; save it alone")
+        if several or compared:
+            own, logp = compared[0] if compared else alone(logits, passage, first.tokenizer, seed)
         else:
-            own, logp = first.in_its_tokens(passage, first.tokenizer, seed), None
+            own = first.in_its_tokens(passage, first.tokenizer, seed)
     a = first.side.describe(hashes=hashes)
     if several:
         heads = Compatibility((), fits[0].vocabularies, heads_left_out(first.side))
-        whole = Pair(a, first.side.size, first.speed, own, heads, last_words, logp)
+        whole = Pair(a, first.side.size, first.speed, own, heads, last_words, (logp, logp))
         each = zip((whole, *pairs), (first, *others), steps, strict=True)
         candidates = tuple(
             replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=step) for pair, side, step in each
@@ -160,8 +151,7 @@ def measure(
     passage: Passage,
     settings: Settings,
     parts: frozenset[Shown],
-    *,
-    hashes: bool = True,
+    hashes: bool,
 ) -> Pair:
     """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
     seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a.side, b.side)
