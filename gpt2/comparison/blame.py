@@ -161,15 +161,7 @@ class _Mixed:
 
 @torch.inference_mode()
 def find_blame(
-    config: GPT2Config,
-    a: Read,
-    b: Read,
-    ids: Tensor,
-    windows: Windows,
-    *,
-    vocab: int,
-    seed: int = 0,
-    progress: Progress = silent,
+    config: GPT2Config, a: Read, b: Read, ids: Tensor, windows: Windows, *, vocab: int, seed: int = 0, progress: Progress = silent
 ) -> Blame:
     """Put parts of b into a and measure what each carries on the text ``ids`` (N,).
 

@@ -1,11 +1,14 @@
-"""Draw the pictures of a comparison's page: errors by layer, shaded texts and tables."""
+"""What a comparison's page alone shows: errors by layer, shaded texts and tables, and how it was made."""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
+from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
+from gpt2.comparison.sides.trace_side import PREFIX as TRACE
 from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.tracing import layer_of
 from gpt2.pages.drawing import INK, LEVELS, MUTED, RULE, B, both, logarithmic, shade
@@ -15,8 +18,11 @@ from gpt2.pages.reports import Column, Section, Styled, numbers
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from gpt2.comparison.passage import Scored
+    from gpt2.comparison.sides.side import Model
     from gpt2.comparison.weights import TensorChange
     from gpt2.comparison.words import Word
+    from gpt2.measure.environment import Environment
 
 
 def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> str:
@@ -118,3 +124,24 @@ def in_percent(distance: float) -> str:
         return "=" if distance == 0 else "∞" if distance > 0 else "?"
     share = 100 * distance
     return f"{share:.0f}" if share >= 99.5 else f"{share:#.2g}".rstrip(".") if share >= 0.01 else f"{share:.0e}"
+
+
+def made_with(models: Sequence[Model], text: Scored, environment: Environment, **options: object) -> Section:
+    """Return the section of a page that says how to make it again; of models in memory as a call in Python."""
+    if not any(model.name.startswith(TRACE) for model in models):  # which hold their own text
+        options = ({"on": text.name} if text.sha256 else {}) | {"tokens": text.tokens, **options}
+    words = [word for name, value in options.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
+    rows = [("command", shlex.join(["gpt2", "compare", *(model.name for model in models), *words, "--html", "report.html"]))]
+    if any(model.in_memory for model in models):
+        names = (letter if model.in_memory else repr(model.name) for letter, model in zip(ascii_lowercase, models, strict=False))
+        rows = [("call", f"gpt2.compare({', '.join((*names, *(f'{name}={value!r}' for name, value in options.items())))})")]
+    for model in models:
+        size = "" if model.parameters is None else f"{model.parameters:,} parameters"
+        known: tuple[object, ...] = f"run by {model.implementation}", model.dtype, size, model.revision, model.official
+        rows.append((model.name, ", ".join(str(each) for each in known if each)))
+        rows += [(f"{model.name}, {name}", f"sha256 {digest}") for name, digest in model.files.items()]
+    rows += [("text", " ".join(filter(None, (text.name, text.sha256 and f"sha256 {text.sha256}", text.told))))]
+    rows += [("versions", ", ".join(f"{name} {version}" for name, version in environment.versions.items()))]
+    threads = f"{environment.threads} thread{'s' * (environment.threads != 1)}"
+    rows += [("machine", f"{environment.device}, {threads}; {environment.machine}")]
+    return Section("Made with", columns=("", ""), rows=rows, for_pages=True)

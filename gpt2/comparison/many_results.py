@@ -12,11 +12,12 @@ from torch import Tensor
 
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.cases import Cases
+from gpt2.comparison.charts import made_with
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions, Language
-from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.sides.side import Model, Scored
+from gpt2.comparison.passage import Scored
+from gpt2.comparison.sides.side import Model
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment
@@ -43,7 +44,7 @@ class Pair:
     last_words: LastWord | None = None
     logp: tuple[Tensor, Tensor] | None = field(
         default=None, repr=False, compare=False
-    )  # of each scored token: the first's, its own
+    )  # of tokens, the first's and its own
     distributions: Distributions | None = None  # the first model is their a
     moved: float | None = None
     weights: WeightChanges | None = None
@@ -57,15 +58,13 @@ class Pair:
     @property
     def figures(self) -> dict[str, object]:
         """What the JSON has of several models."""
-        against, own = (
-            None,
-            {"model": self.model, "step": self.step, "size": self.size, "tokens_per_second": self.tokens_per_second},
-        )
+        against: dict[str, object] | None = None
         if (both := self.distributions) is not None:
             against = {"ratio": both.ratio, "bits": both.bits, "kl": both.kl_ab.mean, "kl_max": both.kl_ab.max}
             against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
-        own |= {"language": self.language, "last_words": self.last_words, "against": against, "weights": self.moved}
-        return own | {"left_out": self.compatibility.impossible, "rows": self.rows}
+        own = ("model", "step", "size", "tokens_per_second", "language", "last_words")
+        beside = {"against": against, "weights": self.moved, "left_out": self.compatibility.impossible, "rows": self.rows}
+        return {name: getattr(self, name) for name in own} | beside
 
     def described(self) -> tuple[str, ...]:
         """Return the cells of its row among the models: name, step, size, speed, and how far the weights moved."""

@@ -12,12 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.comparison.passage import open_passage
+from gpt2.comparison.passage import Scored
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engine import EngineSide
-from gpt2.comparison.sides.opening import open_side
-from gpt2.comparison.sides.side import Model, Scored, vocabulary
+from gpt2.comparison.sides.opening import open_passage, open_side
+from gpt2.comparison.sides.side import Model, vocabulary
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label, environment
 from gpt2.measure.estimates import Bootstrap, Estimate

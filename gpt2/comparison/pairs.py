@@ -19,12 +19,12 @@ from gpt2.comparison.compatibility import Compatibility, compatibility, on_text,
 from gpt2.comparison.distributions import perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone
 from gpt2.comparison.many_results import Comparisons, Pair, Ranked
-from gpt2.comparison.passage import Passage, open_passage
+from gpt2.comparison.passage import Passage
 from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
-from gpt2.comparison.sides.opening import open_sides
+from gpt2.comparison.sides.opening import open_passage, open_sides
 from gpt2.comparison.sides.side import Read, Shown, Side, environment_of, require_head, vocabulary
 from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
 from gpt2.comparison.words import compare_words

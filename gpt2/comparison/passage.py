@@ -1,22 +1,35 @@
-"""The text of a comparison: its ids and windows, from a text by name, a recording, or random where nobody has a tokenizer."""
+"""The text of a comparison: its ids and windows, the bytes of its tokens, and what a report says of it."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.comparison.settings import Settings
-from gpt2.comparison.sides.side import Scored, Side, first_tokenizer, vocabulary
 from gpt2.data import Tokenizer
-from gpt2.errors import InputError
-from gpt2.measure.texts import RUNNING, Text, open_text
+from gpt2.measure.texts import Text
 from gpt2.measure.windows import Windows
 
-TOKENS = 8192  # tokens of the text, by default
 DEFAULT_CONTEXT = 1024  # where no side tells how many positions it has
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The scored text: ``sha256`` of the whole text, and the number of ``tokens`` used from its beginning."""
+
+    name: str
+    sha256: str
+    tokens: int
+    context: int
+    stride: int
+    told: str  # the protocol in words
+    reading: str = ""  # how many documents it has, what stands before each, and line ends that were read as others
+
+    @property
+    def cut(self) -> str:
+        """In words: how many tokens are scored, how they are cut, and how the text was read."""
+        return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,61 +68,3 @@ class Passage:
         text = self.text.beginning(first, len(self.ids))
         windows = text.protocol.windows(n_positions or DEFAULT_CONTEXT)
         return Passage(torch.tensor(text.encode(tokenizer)), windows, self.scored, text)
-
-
-def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
-    """Return what is compared. Raises InputError: no such text, or one that is too short; recordings of other texts."""
-    if recorded := [side for side in sides if side.recording is not None]:
-        return _recorded(recorded, sides, settings)
-    tokenizer, tokens = first_tokenizer(side.tokenizer for side in sides), settings.tokens
-    text = open_text(settings.on, offline=settings.offline) if tokenizer or settings.on else None
-    known = [side.n_positions for side in sides if side.n_positions is not None]
-    if not any(side.config for side in sides):  # no GPT-2: others have 100,000 positions
-        known.append(DEFAULT_CONTEXT)
-    windows = (text.protocol if text else RUNNING).windows(min(known))
-    if tokens is None:
-        tokens = 0 if windows.guide else TOKENS
-    if tokens < 0 or tokens == 1:
-        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
-    if text is None or tokenizer is None:
-        name = f"random ids, as no tokenizer is here to read {settings.on}" if settings.on else "random ids"
-        ids = _random(sides, tokens, settings.seed)
-        return Passage(ids, windows, Scored(name, "", len(ids), windows.context, windows.step, ""))
-    ids, told = _read(text, tokenizer, tokens), text.protocol.description
-    scored = Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told, text.reading(tokenizer))
-    return Passage(ids, windows, scored, text)
-
-
-def _recorded(recorded: Sequence[Side], sides: Sequence[Side], settings: Settings) -> Passage:
-    first, recording = recorded[0], recorded[0].recording
-    assert recording is not None
-    if settings.on is not None or settings.tokens is not None:
-        option = "--on" if settings.on is not None else "--tokens"
-        held = f"{recording.scored.name}, {len(recording.ids):,} tokens"
-        raise InputError(f"{first.name}: holds its own text ({held}); leave {option} out")
-    for side in recorded[1:]:
-        other = side.recording
-        if other is None or not torch.equal(other.ids, recording.ids) or other.windows != recording.windows:
-            raise InputError(f"{first.name} and {side.name}: were made on different texts; save them on one, with one context")
-    for side in sides:
-        if side.tokenizer is not None and recording.tokenizer not in (None, side.tokenizer.fingerprint):
-            raise InputError(f"{first.name}: was saved with another tokenizer than {side.name}'s, so its ids are other words")
-        if side.vocab_size is not None and int(recording.ids.max()) >= side.vocab_size:
-            raise InputError(f"{first.name}: holds ids beyond the {side.vocab_size:,} of {side.name}; compare one model's files")
-        if side.n_positions is not None and side.n_positions < recording.windows.context:
-            what = f"predicts from {recording.windows.context:,} tokens, and {side.name} has {side.n_positions:,} positions"
-            raise InputError(f"{first.name}: {what}; save it with a context that both have")
-    return recording
-
-
-def _random(sides: Sequence[Side], tokens: int, seed: int) -> Tensor:
-    if not (vocab := vocabulary(*sides)):
-        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
-    return torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(seed))
-
-
-def _read(text: Text, tokenizer: Tokenizer, tokens: int) -> Tensor:
-    ids = text.encode(tokenizer)[: tokens or None]
-    if len(ids) < 2:
-        raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
-    return torch.tensor(ids)

@@ -22,9 +22,9 @@ from torch import Tensor
 from gpt2 import __version__
 from gpt2.checkpoint.saving import safetensors_header, write_pieces
 from gpt2.comparison.loaded import Loaded
-from gpt2.comparison.passage import Passage, open_passage
+from gpt2.comparison.passage import Passage
 from gpt2.comparison.settings import Settings
-from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.opening import open_passage, open_side
 from gpt2.comparison.sides.side import environment_of
 from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX
 from gpt2.data.files import written_aside

@@ -15,9 +15,9 @@ from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
-from gpt2.comparison.made_with import made_with
 from gpt2.comparison.noise import Floor
-from gpt2.comparison.sides.side import Model, Scored
+from gpt2.comparison.passage import Scored
+from gpt2.comparison.sides.side import Model
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment
@@ -176,7 +176,7 @@ class Comparison(Printed):
             yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
         more: dict[str, object] = {} if self.activations is None else {"threshold": self.activations.threshold}
         more |= {} if self.blame is None else {"blame": True}
-        yield made_with([self.a, self.b], self.text, self.environment, seed=self.seed, **more)
+        yield charts.made_with([self.a, self.b], self.text, self.environment, seed=self.seed, **more)
         yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
     def _subjects(self) -> str:

@@ -18,7 +18,7 @@ from gpt2.checkpoint.gguf_writer import TYPES, as_stored
 from gpt2.checkpoint.keys import layer
 from gpt2.comparison.sides.side import Read
 from gpt2.int8 import rounded_parameter
-from gpt2.measure.metrics import Progress, cosine, silent
+from gpt2.measure.metrics import Progress, cosine, norms, silent
 
 INT8 = "int8"
 HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -140,16 +140,9 @@ def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = sil
     change = norm = 0.0
     for name in names:
         progress(f"weights: {name}")
-        for chunk_a, chunk_b in _chunks(a(name), b(name)):
-            wide = torch.promote_types(torch.promote_types(chunk_a.dtype, chunk_b.dtype), torch.float32)
-            change += _squares(chunk_b.to(wide) - chunk_a.to(wide))
-            norm += _squares(chunk_a)
+        moved, size = norms(b(name), a(name))
+        change, norm = change + moved * moved, norm + size * size
     return _ratio(change, norm)
-
-
-def _squares(values: Tensor) -> float:
-    """Return the sum of squares in float64; infinite where it is too large."""
-    return float(torch.linalg.vector_norm(values, dtype=torch.promote_types(values.dtype, torch.float64)).square())
 
 
 def _ratio(change: float, norm: float) -> float:

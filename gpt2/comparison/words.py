@@ -90,13 +90,7 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(
-    a: Loaded,
-    b: Loaded,
-    tokenizers: tuple[Tokenizer, Tokenizer],
-    measured: Tokens,
-    text: Passage,
-    *,
-    progress: Progress,
+    a: Loaded, b: Loaded, tokenizers: tuple[Tokenizer, Tokenizer], measured: Tokens, text: Passage, *, progress: Progress
 ) -> Words:
     """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
 
@@ -127,11 +121,7 @@ def compare_words(
 
 
 def continuations(
-    a: Loaded,
-    b: Loaded,
-    tokenizers: tuple[Tokenizer, Tokenizer],
-    prompts: list[list[int]],
-    new_tokens: int,
+    a: Loaded, b: Loaded, tokenizers: tuple[Tokenizer, Tokenizer], prompts: list[list[int]], new_tokens: int
 ) -> tuple[Continuation, ...]:
     """Continue prompts of one length with both models, greedily."""
     ids, both, rows = torch.tensor(prompts), zip((a, b), tokenizers, strict=True), []

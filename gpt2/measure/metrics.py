@@ -49,7 +49,7 @@ def relative_error(a: Tensor, reference: Tensor) -> float:
 
     Infinite if the shapes differ, or an entry is NaN or infinite in only one; equal infinities (masked logits) are equal.
     """
-    return _relative(_norms, a, reference)
+    return _relative(norms, a, reference)
 
 
 def errors_of_both(ours: Tensor, theirs: Tensor, exact: Tensor) -> tuple[float, float, float]:
@@ -95,9 +95,10 @@ def _relative(measure: Callable[[Tensor, Tensor], tuple[float, float]], a: Tenso
     return _relative(measure, a.masked_fill(same, 0), reference.masked_fill(same, 0)) if same.any() else math.inf
 
 
-def _norms(a: Tensor, reference: Tensor) -> tuple[float, float]:
-    norms = [torch.stack([torch.linalg.vector_norm(one) for one in pair]) for pair in _parts(a, reference)]
-    difference, size = torch.linalg.vector_norm(torch.stack(norms), dim=0).tolist()
+def norms(a: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Return the Frobenius norms of the difference, and of the reference."""
+    parts = [torch.stack([torch.linalg.vector_norm(one) for one in pair]) for pair in _parts(a, reference)]
+    difference, size = torch.linalg.vector_norm(torch.stack(parts), dim=0).tolist()
     return difference, size
 
 

@@ -181,22 +181,6 @@ def test_logits_of_minus_infinity():
     assert alone.js[0] == got.js[0]  # tokens of the same chunk
 
 
-def test_nan_stays_with_its_token():
-    """A NaN must appear at its own token only: a NaN that disappears makes a broken model look close."""
-    a, b = draw(5, 70), draw(5, 70, seed=1)
-    clean = divergences(pair(a, b))
-    a[1, 69], b[3, 0], a[4, :] = NAN, INF, -INF
-    got = pair(a, b)
-    assert torch.equal(divergences(got)[:, [0, 2]], clean[:, [0, 2]])
-    assert divergences(got)[:, [1, 3, 4]].isnan().all()
-    found = summarise(got, torch.ones(70))
-    assert math.isnan(found.kl_ab.mean.value)
-    assert math.isnan(found.kl_ab.percentiles["50"])
-    assert math.isnan(found.a.score.perplexity)
-    assert math.isnan(found.ratio.value)
-    json.dumps(asdict(found))
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [5, 64, 200, 50257])
 def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
@@ -455,19 +439,6 @@ def test_paired_figures_are_resampled_together():
     assert got.a.perplexity.high / got.a.perplexity.low > 1.02
     assert got.ratio.low == pytest.approx(got.ratio.high, rel=1e-9)
     assert got.ratio.value == pytest.approx(math.exp(1e-3), rel=1e-9)
-
-
-def test_seeds_make_intervals_and_nothing_else():
-    tokens = made(500)
-    first, again, other = (summarise(tokens, torch.ones(40), seed=seed) for seed in (1, 1, 2))
-    assert first == again
-    assert first.kl_ab.mean != other.kl_ab.mean
-    assert replace(first.kl_ab.mean, low=0, high=0) == replace(other.kl_ab.mean, low=0, high=0)
-    torch.manual_seed(0)
-    before = torch.rand(1)
-    torch.manual_seed(0)
-    summarise(tokens, torch.ones(40))
-    assert torch.equal(torch.rand(1), before)  # the global generator must not change
 
 
 @pytest.mark.parametrize("hits", [0, 1, 60, 128])

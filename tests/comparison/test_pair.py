@@ -16,7 +16,7 @@ from gpt2.checkpoint.loading import load
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
-from gpt2.comparison.sides import held
+from gpt2.comparison.sides import opening
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.lora import inject, merged
@@ -198,6 +198,7 @@ def test_added_tokens_that_take_the_probability(base: Path, text: str, tmp_path:
     assert both.kl_ba.mean.value == back.distributions.kl_ab.mean.value == math.inf
     assert back.distributions.ratio.value == pytest.approx(1 / ratio, rel=1e-4)
     assert any("[first]" in row.b or "[second]" in row.b for row in found.words.continuations)
+    assert "∞" in back.html()
     table = " ".join(found.table(200).split())
     assert f"A lacks {100 * share:.3g}% of B's probability" in table
     assert "weights 2 rows more 28 tensors equal in the shared rows" in table
@@ -306,7 +307,7 @@ def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str,
 def test_offline_is_for_models_in_memory_too(base: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their tokenizers were looked for on the Hub, whatever `offline` said."""
     asked, tokenizer = [], gpt2.load_tokenizer(str(base))
-    monkeypatch.setattr(held, "load_tokenizer", lambda name, *, offline=False: (asked.append(offline), tokenizer)[1])
+    monkeypatch.setattr(opening, "load_tokenizer", lambda name, *, offline=False: (asked.append(offline), tokenizer)[1])
     for offline in (True, False):
         gpt2.compare(load(str(base)), load(str(base)), on=text, tokens=20, offline=offline)
         assert {*asked} == {offline}

@@ -135,8 +135,8 @@ class CheckpointSide(Side):
     def implementation(self) -> str:
         return f"transformers {version('transformers')}" if self.by_transformers else "gpt2"
 
-    stored = property(lambda self: dtype_label(self.dtype))  # type: ignore[assignment]  # read-only
-    revision = property(lambda self: self.checkpoint.revision)  # type: ignore[assignment]
+    stored = property(lambda self: dtype_label(self.dtype))
+    revision = property(lambda self: self.checkpoint.revision)
     files = property(lambda self: self.checkpoint.files())  # of the weights and the config
 
     def describe(self, *, hashes: bool = True) -> Model:

@@ -1,24 +1,36 @@
-"""Open the sides of a comparison by name: the one place where the kinds of sides are told apart."""
+"""Open the sides of a comparison, by name or as models in memory, and its text: where the kinds of sides are told apart."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
+from gpt2.checkpoint.containers.gguf_file import NoTokenizer
+from gpt2.checkpoint.loading import load_tokenizer
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, Scored
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
-from gpt2.comparison.sides.held import held
 from gpt2.comparison.sides.llama_cpp import LlamaCppSide
 from gpt2.comparison.sides.onnx import OnnxSide
 from gpt2.comparison.sides.port import PortSide
-from gpt2.comparison.sides.side import Side
+from gpt2.comparison.sides.side import Side, first_tokenizer, vocabulary
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.comparison.sides.trace_side import TraceSide
+from gpt2.data import Tokenizer
 from gpt2.errors import InputError
+from gpt2.int8 import Int8GPT2
+from gpt2.lora import merged
+from gpt2.measure.texts import RUNNING, Text, open_text
 from gpt2.measure.user_code import target
 from gpt2.model import GPT2
+from gpt2.port.mapping.checkpoint import ModuleCheckpoint
 
+TOKENS = 8192  # tokens of the text, by default
 PORT = re.compile(r".*\.py(:\w*)?", re.DOTALL)  # FILE.py:build
 KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open it
     TRACE_PREFIX: TraceSide.open,
@@ -55,3 +67,93 @@ def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
         if name.startswith(prefix) and name != prefix:
             return kind(name)
     return CheckpointSide.open(name, offline=settings.offline, dtype=settings.dtype, device=settings.device)
+
+
+@dataclass(frozen=True)
+class HeldCheckpoint(ModuleCheckpoint):
+    """The weights of a model in memory, and the tokenizer of the checkpoint that it was loaded from, if it is still there."""
+
+    loaded_from: str
+    offline: bool
+
+    def tokenizer(self) -> Tokenizer:
+        try:
+            found = load_tokenizer(self.loaded_from, offline=self.offline) if self.loaded_from else None
+        except InputError:
+            found = None
+        if found is None or found.n_vocab > self.config.vocab_size:
+            raise NoTokenizer("a module has none")
+        return found
+
+
+class HeldSide(CheckpointSide):
+    in_memory = True
+
+
+def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
+    """Return the side of a copy of a model as it is now, adapters merged. Raises InputError: it is in int8."""
+    loaded_from, table = getattr(model, "name", ""), model.wte.weight
+    name = f"{loaded_from or 'a GPT2'} in memory"
+    if isinstance(model, Int8GPT2):
+        raise InputError(f"{name}: is in int8; give its name, as in {loaded_from or 'MODEL'}:int8")
+    weights = {key: each.cpu() for key, each in merged(model).state_dict().items()}
+    checkpoint = HeldCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, (), loaded_from, offline)
+    return HeldSide(name, False, checkpoint, table.device)
+
+
+def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
+    """Return what is compared. Raises InputError: no such text, or one that is too short; recordings of other texts."""
+    if recorded := [side for side in sides if side.recording is not None]:
+        return _recorded(recorded, sides, settings)
+    tokenizer, tokens = first_tokenizer(side.tokenizer for side in sides), settings.tokens
+    text = open_text(settings.on, offline=settings.offline) if tokenizer or settings.on else None
+    known = [side.n_positions for side in sides if side.n_positions is not None]
+    if not any(side.config for side in sides):  # no GPT-2: others have 100,000 positions
+        known.append(DEFAULT_CONTEXT)
+    windows = (text.protocol if text else RUNNING).windows(min(known))
+    if tokens is None:
+        tokens = 0 if windows.guide else TOKENS
+    if tokens < 0 or tokens == 1:
+        raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
+    if text is None or tokenizer is None:
+        name = f"random ids, as no tokenizer is here to read {settings.on}" if settings.on else "random ids"
+        ids = _random(sides, tokens, settings.seed)
+        return Passage(ids, windows, Scored(name, "", len(ids), windows.context, windows.step, ""))
+    ids, told = _read(text, tokenizer, tokens), text.protocol.description
+    scored = Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told, text.reading(tokenizer))
+    return Passage(ids, windows, scored, text)
+
+
+def _recorded(recorded: Sequence[Side], sides: Sequence[Side], settings: Settings) -> Passage:
+    first, recording = recorded[0], recorded[0].recording
+    assert recording is not None
+    if settings.on is not None or settings.tokens is not None:
+        option = "--on" if settings.on is not None else "--tokens"
+        held = f"{recording.scored.name}, {len(recording.ids):,} tokens"
+        raise InputError(f"{first.name}: holds its own text ({held}); leave {option} out")
+    for side in recorded[1:]:
+        other = side.recording
+        if other is None or not torch.equal(other.ids, recording.ids) or other.windows != recording.windows:
+            raise InputError(f"{first.name} and {side.name}: were made on different texts; save them on one, with one context")
+    for side in sides:
+        if side.tokenizer is not None and recording.tokenizer not in (None, side.tokenizer.fingerprint):
+            raise InputError(f"{first.name}: was saved with another tokenizer than {side.name}'s, so its ids are other words")
+        if side.vocab_size is not None and int(recording.ids.max()) >= side.vocab_size:
+            raise InputError(f"{first.name}: holds ids beyond the {side.vocab_size:,} of {side.name}; compare one model's files")
+        if side.n_positions is not None and side.n_positions < recording.windows.context:
+            what = f"predicts from {recording.windows.context:,} tokens, and {side.name} has {side.n_positions:,} positions"
+            raise InputError(f"{first.name}: {what}; save it with a context that both have")
+    return recording
+
+
+def _random(sides: Sequence[Side], tokens: int, seed: int) -> Tensor:
+    if not (vocab := vocabulary(*sides)):
+        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
+    return torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(seed))
+
+
+def _read(text: Text, tokenizer: Tokenizer, tokens: int) -> Tensor:
+    ids = text.encode(tokenizer)[: tokens or None]
+    if len(ids) < 2:
+        raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
+    return torch.tensor(ids)

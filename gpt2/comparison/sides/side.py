@@ -8,13 +8,14 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.official import Official
 from gpt2.checkpoint.saving import sha256
+from gpt2.comparison.passage import Passage
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
@@ -22,9 +23,6 @@ from gpt2.measure.environment import Environment, environment
 from gpt2.measure.tracing import Recorded
 from gpt2.measure.user_code import error_line
 from gpt2.model import GPT2
-
-if TYPE_CHECKING:
-    from gpt2.comparison.passage import Passage
 
 T = TypeVar("T")
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor
@@ -51,24 +49,6 @@ class Model:
     files: dict[str, str]
     official: Official | None = None
     in_memory: bool = False  # a model, and no name of one
-
-
-@dataclass(frozen=True)
-class Scored:
-    """The scored text: ``sha256`` of the whole text, and the number of ``tokens`` used from its beginning."""
-
-    name: str
-    sha256: str
-    tokens: int
-    context: int
-    stride: int
-    told: str  # the protocol in words
-    reading: str = ""  # how many documents it has, what stands before each, and line ends that were read as others
-
-    @property
-    def cut(self) -> str:
-        """In words: how many tokens are scored, how they are cut, and how the text was read."""
-        return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
 
 
 class Side(ABC):

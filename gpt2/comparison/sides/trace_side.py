@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.comparison.passage import Passage
-from gpt2.comparison.sides.side import Model, Scored, Shown, Side
+from gpt2.comparison.passage import Passage, Scored
+from gpt2.comparison.sides.side import Model, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
