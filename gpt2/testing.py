@@ -39,7 +39,7 @@ def assert_same(
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
-    least = ("same_top", "exact_match", "contains", "answer_ratio")
+    least = {name for name, metric in METRICS.items() if metric.least}
     gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
     comparison = compare_sides((a, b), (None, None), Settings(on=on, tokens=tokens, cases=cases))
     assert isinstance(comparison, Comparison)

@@ -7,6 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.distributions import Distributions
@@ -17,6 +18,14 @@ from gpt2.measure.estimates import Estimate
 
 OPERATORS: dict[str, Callable[[float, float], bool]] = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
 Figure = float | Estimate | None
+
+
+class Metric(NamedTuple):
+    """What a metric is in words, and where it is read (None: not measured); ``least``: a good model has at least so much."""
+
+    words: str
+    read: Callable[[Comparison | Pair], Figure]
+    least: bool = False
 
 
 def _beyond_rounding(found: Comparison | Pair) -> Figure:
@@ -43,20 +52,24 @@ def _cases(read: Callable[[Cases], Figure]) -> Callable[[Comparison | Pair], Fig
 
 
 ROUNDED = "number of tensors of b that are not a's, rounded to one type, and of other settings"
-METRICS: dict[str, tuple[str, Callable[[Comparison | Pair], Figure]]] = {  # what it is, and where it is read; None: not measured
-    "kl": ("mean KL(a‖b) in nats", _both(lambda both: both.kl_ab.mean)),
-    "kl_max": ("largest KL(a‖b) of a token, in nats", _both(lambda both: both.kl_ab.max)),
-    "js": ("mean Jensen-Shannon divergence in nats", _both(lambda both: both.js.mean)),
-    "same_top": ("fraction of tokens with the same first choice", _both(lambda both: both.same_top)),
-    "perplexity_ratio": ("perplexity of b over that of a", _both(lambda both: both.ratio)),
-    "weights": ("norm of the weights' change over their norm", lambda found: found.moved),
-    "beyond_rounding": (ROUNDED, _beyond_rounding),
-    "activation": ("largest relative error of a traced point", _error),
-    "exact_match": ("fraction of the --cases that b has right", _cases(lambda cases: cases.right_b)),
-    "contains": ("fraction of the --cases in which b's answer holds the expected text", _cases(lambda cases: cases.contains_b)),
-    "lost_cases": ("number of the --cases that a has right and b wrong", _cases(lambda cases: float(len(cases.lost)))),
-    "answer_ratio": ("probability of an expected text under b over that under a", _cases(lambda cases: cases.likelier)),
-    "logit": ("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),
+METRICS = {
+    "kl": Metric("mean KL(a‖b) in nats", _both(lambda both: both.kl_ab.mean)),
+    "kl_max": Metric("largest KL(a‖b) of a token, in nats", _both(lambda both: both.kl_ab.max)),
+    "js": Metric("mean Jensen-Shannon divergence in nats", _both(lambda both: both.js.mean)),
+    "same_top": Metric("fraction of tokens with the same first choice", _both(lambda both: both.same_top), least=True),
+    "perplexity_ratio": Metric("perplexity of b over that of a", _both(lambda both: both.ratio)),
+    "weights": Metric("norm of the weights' change over their norm", lambda found: found.moved),
+    "beyond_rounding": Metric(ROUNDED, _beyond_rounding),
+    "activation": Metric("largest relative error of a traced point", _error),
+    "exact_match": Metric("fraction of the --cases that b has right", _cases(lambda cases: cases.right_b), least=True),
+    "contains": Metric(
+        "fraction of the --cases in which b's answer holds the expected text", _cases(lambda cases: cases.contains_b), least=True
+    ),
+    "lost_cases": Metric("number of the --cases that a has right and b wrong", _cases(lambda cases: float(len(cases.lost)))),
+    "answer_ratio": Metric(
+        "probability of an expected text under b over that under a", _cases(lambda cases: cases.likelier), least=True
+    ),
+    "logit": Metric("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),
 }
 
 
@@ -90,7 +103,7 @@ class Gate:
 
     def judge(self, found: Comparison | Pair) -> Judgement:
         """Apply the condition; raises InputError if the metric was not measured of two models, or of one of several."""
-        if (measured := METRICS[self.metric][1](found)) is None:
+        if (measured := METRICS[self.metric].read(found)) is None:
             of, instead = "", "; gate on another metric"
             if isinstance(found, Pair):
                 of, instead = f" of {found.model.name}", "; compare two models for it"
@@ -117,7 +130,7 @@ class Judgement:
 
     def __str__(self) -> str:
         interval = f" (95 % interval {span})" if (span := self.measured.span(".4g")) else ""
-        words = f"{self.gate}: {METRICS[self.gate.metric][0]} is {self.measured.value:.4g}{interval}"
+        words = f"{self.gate}: {METRICS[self.gate.metric].words} is {self.measured.value:.4g}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
     @property

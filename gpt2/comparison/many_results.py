@@ -42,9 +42,7 @@ class Pair:
     language: Language
     compatibility: Compatibility
     last_words: LastWord | None = None
-    logp: tuple[Tensor, Tensor] | None = field(
-        default=None, repr=False, compare=False
-    )  # of tokens, the first's and its own
+    logp: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)  # of tokens, the first's and its own
     distributions: Distributions | None = None  # the first model is their a
     moved: float | None = None
     weights: WeightChanges | None = None
