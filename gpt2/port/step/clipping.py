@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.records import Gradient, Update
 from gpt2.port.step.rules import spread
+from gpt2.port.terms.places import joined
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal
@@ -139,7 +140,7 @@ def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float |
     """Add the causes in a reading of the clipping; ``wanted``: the norm to clip to, 0 for none, None where nothing is said."""
     if reading.odd:
         words = "is changed before the update in a way that is not known"
-        findings.leave_open("clip", f"the gradient of {findings.places(reading.odd)} {words}")
+        findings.leave_open("clip", f"the gradient of {joined(findings.places(reading.odd))} {words}")
         return
 
     def add(id: str, detail: str, fix: str = "") -> None:

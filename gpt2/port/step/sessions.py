@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import itertools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import reduce
 from typing import Any
 
 import torch
@@ -18,7 +16,7 @@ from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.step.loss import StepBatch
-from gpt2.port.step.records import HALVES, Sampled, Sampler, Watched
+from gpt2.port.step.records import HALVES, Sampler, Watched
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.watching import Watch
 
@@ -194,26 +192,3 @@ def _number(loss: Any, maker: str) -> float:
     except (TypeError, ValueError, RuntimeError):
         kind = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise InputError(f"the step of {maker} returned {kind}; return the loss, a number") from None
-
-
-def join_tied(sessions: Sequence[Sequence[Watched]], names: Sequence[str], sampler: Sampler) -> None:
-    """Make one parameter of those that a step ties by hand: it adds their gradients, updates one, and copies it to the others.
-
-    ``names``: those that were one tensor before make_step. All but the one that is updated are removed from what was seen.
-    """
-    calls = [call for session in sessions for call in session]
-    updates = [update for call in calls for update in call.updates]
-    keepers = {name for update in updates for name in names if name in update.gradient}
-    apart = any(not torch.equal(update.after[names[0]], update.after[name]) for update in updates for name in names)
-    if len(keepers) != 1 or apart or any(name not in update.held for update in updates for name in names):
-        return
-    (keeper,), others = keepers, set(names) - keepers
-    passes = [one for call in calls for backward in call.backwards for one in (backward.arrived, backward.held)]
-    for gradient in passes:
-        gradient[keeper] = reduce(Sampled.plus, (gradient[name] for name in names if name in gradient))
-    for call in calls:
-        call.trains -= others
-    every: list[dict[str, Any]] = [*passes, *(call.start for call in calls), sampler.parameters, sampler.indices]
-    every += [one for update in updates for one in (update.gradient, update.before, update.after)]
-    for record, name in itertools.product(every, others):
-        record.pop(name, None)

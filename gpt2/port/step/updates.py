@@ -13,6 +13,7 @@ from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.records import Update
 from gpt2.port.step.rules import DEPARTURES, FITS, ROUNDED, Array, Rule, RuleFit, Track, fit, recognised_rule, spread
 from gpt2.port.step.settings import StepSettings
+from gpt2.port.terms.places import joined
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
 EPSILON = 1e-8
@@ -118,7 +119,7 @@ class UpdateJudge:
         error = max(one.error for one in moves.fits.values())
         findings.differ("update", error)
         if moves.odd:
-            words = f"no known rule gives the change of {findings.places(moves.odd)} (error {error:.1e})"
+            words = f"no known rule gives the change of {joined(findings.places(moves.odd))} (error {error:.1e})"
             findings.leave_open("update", words)
         if not moves.known:
             return

@@ -153,27 +153,6 @@ right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model
 right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: Step("", s).make_step)
 
 
-@right("tied by hand: gradients added, values copied", "nano")
-def tied_by_hand(s):
-    def optimizer_of(model, s):
-        model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-
-        class Tied(torch.optim.AdamW):
-            def step(self, closure=None):
-                super().step(closure)
-                with torch.no_grad():
-                    model.lm_head.weight.copy_(model.transformer["wte"].weight)
-
-        own = [{**group, "params": [p for p in group["params"] if p is not model.lm_head.weight]} for group in groups(model, s)]
-        return Tied(own, lr=s.lr, betas=(s.beta1, s.beta2))
-
-    def added(model):
-        model.transformer["wte"].weight.grad += model.lm_head.weight.grad
-        model.lm_head.weight.grad = None
-
-    return plain(s, optimizer_of, gradients=added)
-
-
 @right("update within the backward pass", "mha", clip=0.0)
 def in_backward(s):
     def make_step(model):
