@@ -271,26 +271,28 @@ class Behaviour:
             self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({why})")
             return
         unmasked, alone, first = self._logits(ids), self._logits(ids[:1, gap:]), padded[:1, gap:]
-        if error := self._differ(full, unmasked):
-            words, evidence = f"a {name} of ones changes the logits", f"by {error:.1e}, against no mask at all"
-        elif error := self._differ(refilled[:1, gap:], first):
-            words = "what stands at padded positions changes the logits of real ones"
-            evidence = f"other ids under the padding change them by {error:.1e}"
-        elif (error := self._differ(first, alone)) and not self._counts_padding(ids[:1, gap:], gap, first, alone):
+        checks = (
+            (full, unmasked, f"a {name} of ones changes the logits"),
+            (refilled[:1, gap:], first, "what stands at padded positions changes the logits of real ones"),
+            (padded[1:], unmasked[1:], "a row without padding changes where another is padded"),
+        )
+        for mine, right, words in checks:
+            if error := self._differ(mine, right):
+                self._add("padding-wrong", words, f"they differ by {error:.1e}", error)
+                return
+        error = self._differ(first, alone)
+        if error and not self._counts_padding(ids[:1, gap:], gap, first, alone):
             words = "a row that is padded on the left gives other logits than the same row alone"
             evidence = f"they differ by {error:.1e}, and are not those of positions counted with the padding either"
-        elif other := self._differ(padded[1:], unmasked[1:]):
-            words, evidence = "a row without padding changes where another is padded", f"by {(error := other):.1e}"
-        else:
-            errors = self._piecewise(ids, padded[:1], **{name: mask}) if self.has_right_cache else {}
-            if error and not self._differ(alone, self.expected(ids[:1, gap:])):
-                words = f"a row padded on the left gives other logits than alone, by {error:.1e}, unless position_ids are given"
-                self.notes.append(f"your positions count the padding: {words}")
-            if all(error <= self.bound for error in errors.values()):
-                return
+            self._add("padding-wrong", words, evidence, error)
+            return
+        if error and not self._differ(alone, self.expected(ids[:1, gap:])):
+            words = f"a row padded on the left gives other logits than alone, by {error:.1e}, unless position_ids are given"
+            self.notes.append(f"your positions count the padding: {words}")
+        errors = self._piecewise(ids, padded[:1], **{name: mask}) if self.has_right_cache else {}
+        if not all(error <= self.bound for error in errors.values()):
             words = "with your cache, a row that is padded on the left gives other logits than without"
-            evidence, error = _split(errors), max(errors.values())
-        self._add("padding-wrong", words, evidence, error)
+            self._add("padding-wrong", words, _split(errors), max(errors.values()))
 
     def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
         """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""

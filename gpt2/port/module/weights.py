@@ -18,7 +18,7 @@ from gpt2.port.alternatives.precision import NARROW
 from gpt2.port.mapping.departures import missing_entries
 from gpt2.port.mapping.reading import Own
 from gpt2.port.terms.causes import Cause
-from gpt2.port.terms.places import ALL_WEIGHTS, EVERY, Place
+from gpt2.port.terms.places import ALL_WEIGHTS, Place, collapsed
 
 NORMS = "load h.N.ln_1 into the norm before attention, and h.N.ln_2 into the one before the feed-forward"
 MAX_KINDS = 4  # merge causes of one id in more kinds of parameters
@@ -103,9 +103,8 @@ class WeightComparison:
         if not self.blank and len({cause.place.pattern for cause in fresh}) <= MAX_KINDS:
             return
         self.causes = [cause for cause in self.causes if cause not in fresh]
-        layers = dict.fromkeys(cause.place.layer for cause in fresh if cause.place.layer is not None)
-        blocks = list(layers) if len(layers) < self.config.n_layer else [EVERY]
-        places = (ALL_WEIGHTS,) if self.blank or not blocks else tuple(Place(block, "") for block in blocks)
+        blocks = [Place(cause.place.layer, "") for cause in fresh if cause.place.layer is not None]
+        places = (ALL_WEIGHTS,) if self.blank or not blocks else collapsed(blocks, self.config.n_layer)
         some = ", ".join(cause.where for cause in fresh[:3])
         what = f"not the checkpoint's values in {len(fresh)} places ({some}, ...)"
         what = "none of the checkpoint's values" if self.blank else what
@@ -262,7 +261,6 @@ class WeightComparison:
         held, ours = piece.held[piece.placed], piece.ours[piece.placed]
         same = float((held == ours).double().mean())
         close = float((held - ours).norm() / ours.norm().clamp(min=1e-300))
-        ratio = float((held @ ours) / (ours @ ours)) if bool(ours.any()) else 0.0
         id, confidence = "not-loaded", 0.9
         if same > 0.2:
             kind, words = "in part", f"holds the checkpoint's values in part ({same:.0%}) only"
@@ -270,9 +268,6 @@ class WeightComparison:
         elif close < 0.02:
             id, confidence, kind, words = "reduced-precision", 0.8, "close", f"is the checkpoint's to {close:.1e} only"
             evidence = "close to it, and equal nowhere: was it quantised?"
-        elif ratio and float((held - ratio * ours).norm()) < 1e-6 * float(held.norm()):
-            id, confidence, kind = "wrong-tensor", EXACT, "times a factor"
-            words, evidence = f"holds the checkpoint's values times {ratio:.6g}", "every entry has that ratio to the checkpoint's"
         else:
             looks = self._likeness[piece.place,] = entries.likeness(held)
             kind, words = "other values", f"does not hold the checkpoint's values: {looks}"
