@@ -17,12 +17,11 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import listed, require_whole_files
-from gpt2.checkpoint.containers.safetensors_file import DTYPES, SafetensorsFile
-from gpt2.checkpoint.files import require_small
+from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.keys import expected, to_file
 from gpt2.checkpoint.names import WEIGHTS
-from gpt2.data.files import MOST, opened, read_all, warn_once, written_aside
-from gpt2.errors import CheckpointError, InputError, user_path
+from gpt2.data.files import opened, read_all, written_aside
+from gpt2.errors import InputError, user_path
 
 if TYPE_CHECKING:
     from gpt2.config import GPT2Config
@@ -100,7 +99,7 @@ def sha256(path: Path) -> str:
 
 def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
     """Return in which file ``directory`` is not what its manifest (name -> sha256) states, or which ``needed`` one that does not
-    list; "" if in none. The card is not compared, because people edit it. Nothing is hashed where a size is wrong.
+    list; "" if in none. The card is not compared, because people edit it.
     """
     try:
         manifest = json.loads(read_all(directory / MANIFEST))
@@ -108,18 +107,11 @@ def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
             if name not in manifest:
                 return f"{MANIFEST} does not list {name}"
         stated = {directory / name: digest for name, digest in manifest.items() if name != CARD}
-        for path in stated:
-            path.stat()  # raises FileNotFoundError
-            SafetensorsFile(path) if path.suffix == ".safetensors" else require_small(path)
-        if (size := sum(path.stat().st_size for path in stated)) > MOST:
-            warn_once(f"{directory}: comparing {size / 1e9:.1f} GB with the sha256 in {MANIFEST}")
         with ThreadPoolExecutor() as pool:
             differ = [path for path, found in zip(stated, pool.map(sha256, stated), strict=True) if found != stated[path]]
     except OSError as error:
         what = "missing" if isinstance(error, FileNotFoundError) else f"unreadable ({error.strerror})"
         return f"{Path(error.filename or directory).name} is {what}"
-    except CheckpointError:  # its size is not what its header states, or too large
-        differ = [path]
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         return f"unreadable ({error})"
     return f"{differ[0].relative_to(directory).as_posix()} does not have the sha256 that {MANIFEST} states" if differ else ""

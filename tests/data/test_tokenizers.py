@@ -163,24 +163,6 @@ def test_a_text_that_grows_is_refused_before_it_fills_the_memory(steps: list[dic
     assert data.from_directory(word_level(tmp_path, {"a": 0}, normalizer=normalizer)).encode("a") == [0]
 
 
-@pytest.mark.parametrize(
-    ("name", "entries"),
-    [
-        ("tokenizer_config.json", {"eos_token": 5}),
-        ("tokenizer_config.json", {"eos_token": {"special": True}}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}),
-        ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "a", "lstrip": 7}}}),
-        ("tokenizer_config.json", {"added_tokens_decoder": 5}),
-        ("tokenizer_config.json", {"extra_special_tokens": 5}),
-        ("special_tokens_map.json", {"unk_token": ["a"]}),
-    ],
-)
-def test_an_error_beside_tokenizer_json_names_its_file(name: str, entries: dict[str, object], tmp_path: Path) -> None:
-    """It was said that tokenizer.json, or the folder, cannot be read: people fetched the wrong file again."""
-    (word_level(tmp_path, {"a": 0}) / name).write_text(json.dumps(entries))
-    assert f"{tmp_path / name}: names a token in no known form" in refusal(data.from_directory, tmp_path)
-
-
 def test_a_panic_while_text_is_encoded_or_decoded_is_one_line(tmp_path: Path) -> None:
     """The panics of the library are no Exception: those of lengths and decoding were tracebacks."""
     split = {
