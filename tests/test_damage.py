@@ -75,12 +75,9 @@ def damaged(tmp_path: Path) -> Callable[[str, tuple[int, ...], float], Path]:
 COMMANDS = (
     "verify {bad} --quick",
     "compare {good} {bad} --tokens 40",
-    "compare {bad} {good} --tokens 40",
-    "compare {good} hf/{bad} --tokens 40",
     "compare {good} {port} --tokens 40",
     "generate {bad} --prompt a --max-new-tokens 2",
     "generate {bad}:int8 --prompt a --max-new-tokens 2",
-    "generate {bad}:float16 --prompt a --max-new-tokens 2",
     "generate {good} --draft {bad} --temperature 0 --prompt a --max-new-tokens 2",
     "export {bad} {out}",
     "export {port} {out}",

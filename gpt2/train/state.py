@@ -167,11 +167,7 @@ def claim(folder: Path, recipe: Recipe, init: str | None, text: Corpus, fresh: b
         if there is not None and (fresh or CLEARING in there):
             write_json(path, {**run, CLEARING: True})
             for old in (*checkpoints(folder), *(path for path in (folder / BEST, folder / BASE) if path.exists())):
-                try:
-                    shutil.rmtree(old)
-                except OSError as error:
-                    why = error.strerror or error
-                    raise InputError(f"{old}: cannot be removed ({why}); remove it, then start again") from None
+                shutil.rmtree(old)
             (folder / METRICS).unlink(missing_ok=True)
             there = None
         for aside in [p for p in folder.iterdir() if ASIDE.fullmatch(p.name)]:

@@ -200,13 +200,10 @@ COMMANDS = (
     ["generate", "MODEL", "--prompt", "O"],
     ["compare", "MODEL", "shakespeare-mini", "--tokens", "16"],
     ["export", "MODEL", "OUT"],
-    ["verify", "MODEL", "--quick"],
-    ["explore", "MODEL", "--json", "-"],
-    ["train", "finetune-lora", "--init", "MODEL", "--out", "OUT", "--set", "data.source=play:hamlet"],
 )
 
 
-@pytest.mark.parametrize("words", [*COMMANDS[:3], *(pytest.param(each, marks=pytest.mark.slow) for each in COMMANDS[3:])])
+@pytest.mark.parametrize("words", COMMANDS)
 def test_a_file_cut_short_is_one_line(tmp_path: Path, words: list[str]) -> None:
     """The process ended with "Bus error" in a shell, and with no message under a scheduler."""
     model = shutil.copytree(ASSET, tmp_path / "model")

@@ -9,18 +9,17 @@ import gguf
 import pytest
 import torch
 from gguf.quants import dequantize, quantize
-from support.checks import all_same, content, refused
+from support.checks import content, refused
 from support.gguf_layouts import BF16, F16, F32, Q8_0, WIDE, arithmetic, write
 from support.hf_layouts import weights
-from support.official_repositories import openai_vocabulary
 from support.random_models import model_of
-from support.tokenizers import bert
+from support.tokenizers import bert, openai_vocabulary
 
 import gpt2
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, config_of, tokenizer_of
 from gpt2.checkpoint.export import export
 from gpt2.checkpoint.gguf_writer import gguf_pieces
-from gpt2.config import OFFICIAL_SIZES, GPT2Config
+from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.data.bpe import made_bpe, train_bpe
 from gpt2.data.chars import chars_of
@@ -197,15 +196,6 @@ def test_a_model_without_a_tokenizer_is_exported_and_said(tmp_path: Path) -> Non
     export(str(tmp_path / "gguf"), tmp_path / "again", format="gguf")
     assert content(tmp_path / "gguf") == content(tmp_path / "again")
     assert gpt2.load(str(tmp_path / "again")).config == WIDE
-
-
-def test_random_weights_are_exported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For rehearsals: `random:SIZE` has neither path nor tokenizer."""
-    monkeypatch.setitem(OFFICIAL_SIZES, "tiny", WIDE)
-    done = export("random:tiny:7", tmp_path, format="gguf", type="f32")
-    assert done.notes == ("without a tokenizer: random:tiny:7: random weights come without a tokenizer; name a trained model",)
-    assert config_of(GGUFFile(tmp_path / "model.gguf")) == WIDE
-    assert all_same(gpt2.load(str(tmp_path)).state_dict(), gpt2.load("random:tiny:7").state_dict())
 
 
 def test_a_tokenizer_of_another_kind_goes_along_where_it_can(tmp_path: Path) -> None:

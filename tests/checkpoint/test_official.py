@@ -1,24 +1,19 @@
-"""The official files by their hashes, and the small files that other tests take for theirs."""
+"""The official files by their hashes, and the vocabulary that other tests take for theirs."""
 
 import hashlib
-import json
 
-import pytest
-from support.official_repositories import small_files
+from support.tokenizers import openai_vocabulary
 
-from gpt2.checkpoint.official import GIT_BLOBS, OFFICIAL_FILES, WEIGHTS, official_files, other_than_official
-from gpt2.config import official_size
+from gpt2.checkpoint.official import GIT_BLOBS, OFFICIAL_FILES, official_files, other_than_official
 
 
-@pytest.mark.parametrize("name", OFFICIAL_FILES)
-def test_the_small_files_are_the_official_ones(name: str) -> None:
-    """With a config of our own, the rehearsal would only test our own format."""
-    files = {file: hashlib.sha256(content).hexdigest() for file, content in small_files(name).items()}
-    assert files == {file: digest for file, digest in OFFICIAL_FILES[name].items() if file not in WEIGHTS}
-    assert json.loads(small_files(name)["config.json"])["n_layer"] == official_size(name).n_layer
-    for file, content in small_files(name).items():
+def test_the_vocabulary_is_the_official_one() -> None:
+    """Tests that read OpenAI's own files would otherwise read ours."""
+    for file, name in zip(openai_vocabulary(), ("vocab.json", "merges.txt"), strict=True):
+        content = file.read_bytes()
+        assert {files[name] for files in OFFICIAL_FILES.values()} == {digest := hashlib.sha256(content).hexdigest()}
         blob = hashlib.sha1(b"blob %d\0" % len(content) + content, usedforsecurity=False).hexdigest()
-        assert GIT_BLOBS[files[file]] == blob, "by which the Hub's listing knows it"
+        assert GIT_BLOBS[digest] == blob, "by which the Hub's listing knows it"
 
 
 def test_which_files_are_official() -> None:

