@@ -213,8 +213,6 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
     name = parsed.base
     if parsed.local:
         path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else user_path(name)
-        if not path.exists():
-            raise CheckpointError(f"the embedded checkpoint {path} is missing: reinstall the package")
         return Source(name, path, None)
     if name.startswith(PATHS):
         path = user_path(name)

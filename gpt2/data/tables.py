@@ -12,7 +12,6 @@ from gpt2.config import quoted
 from gpt2.data.files import not_utf8, opened
 from gpt2.errors import InputError, require_memory
 
-MAX_LINE = 1 << 26  # characters of a line
 PARSED = 12  # bytes of memory for a byte of a .json file
 SPEAKERS = {"user": "question", "human": "question", "assistant": "answer", "gpt": "answer", "system": "system"}
 
@@ -52,7 +51,7 @@ def _answers(turns: list[Any], where: str) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a .jsonl file, each with its place; empty lines are skipped."""
     with text_file(path, newline="\n") as lines:
-        for number, line in enumerate(_whole_lines(path, lines), 1):
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
@@ -85,11 +84,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Record]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KB a field
     with text_file(path, newline="") as lines:
         try:
-            separator = csv.Sniffer().sniff(lines.readline(MAX_LINE), delimiters=",;\t").delimiter
+            separator = csv.Sniffer().sniff(lines.readline(), delimiters=",;\t").delimiter
         except csv.Error:  # one field
             separator = ","
         lines.seek(0)
-        reader = csv.DictReader(_whole_lines(path, lines), delimiter=separator, strict=True)
+        reader = csv.DictReader(lines, delimiter=separator, strict=True)
         try:
             for record in reader:
                 where = f"{path}:{reader.line_num}"
@@ -115,13 +114,6 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
                     yield f"{path}, row {row}", record
     except (OSError, ArrowException, ValueError, OverflowError) as error:  # dates and texts that Python cannot hold
         raise InputError(f"{path}: cannot be read ({error}); save the table again") from None
-
-
-def _whole_lines(path: Path, file: IO[str]) -> Iterator[str]:
-    while line := file.readline(MAX_LINE):
-        if len(line) == MAX_LINE:
-            raise InputError(f"{path}: has a line of more than {MAX_LINE >> 20} Mi characters; write one record on each line")
-        yield line
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import pytest
 from support.commands import refusal
 
 from gpt2.checkpoint.checkpoint import resolve
-from gpt2.checkpoint.names import DEFAULT, EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
+from gpt2.checkpoint.names import EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
 
 
 @pytest.mark.parametrize(
@@ -96,8 +96,3 @@ def test_local_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_unknown_names(name: str, match: str) -> None:
     assert match in refusal(resolve, name)
-
-
-def test_embedded_checkpoint_missing_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("gpt2.checkpoint.checkpoint.__file__", str(tmp_path / "gpt2/checkpoint/checkpoint.py"))
-    assert "reinstall" in refusal(resolve, DEFAULT)

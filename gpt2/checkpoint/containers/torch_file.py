@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, Damaged, Refused, listed, refuse_other_format, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Pickle
-from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, is_tensor, kind_of, storage
+from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Strided, describe, is_tensor, kind_of, storage
 from gpt2.checkpoint.keys import SYNONYMS, from_file, is_parameter
 from gpt2.config import quoted
 
@@ -124,10 +124,7 @@ class TorchFile(Container):
             raise Damaged(f"is of version {quoted(version.value)}, and torch only ever wrote {VERSION}")
         described = self._unpickle(data, self._unpickle(data, version.end).end)
         keys = self._unpickle(data, described.end)
-        held: dict[str, Storage] = {}
-        for one in map(storage, described.persistent):
-            if held.setdefault(one.key, one) != one:
-                raise Damaged(f"contradicts itself about storage {shown(one.key)}")
+        held = {one.key: one for one in map(storage, described.persistent)}
         places: dict[str, tuple[int, int]] = {}
         at = keys.end
         for key in keys.value if isinstance(keys.value, list) else []:
