@@ -22,7 +22,7 @@ from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss, re
 from gpt2.port.step.records import Watched, total_norm, updates_of
 from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.updates import StepMoves, UpdateJudge
+from gpt2.port.step.updates import StepMoves
 from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
 
@@ -121,9 +121,9 @@ class StepExamination:
             detail = f"the parameters are updated {many + 1} times in a step, after each part of its batch"
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
-        moves = StepMoves(sessions, self.settings, roles)
+        moves = StepMoves(findings, sessions, self.settings, roles)
         if moves.fits:
-            UpdateJudge(findings, moves).judge()
+            moves.judge()
         judge_clipping(findings, self.clip, self.settings.clip)
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
         known = bool(moves.fits) and not moves.odd

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import numpy as np
@@ -35,11 +35,13 @@ def tracks_of(updates: Sequence[Update], names: Collection[str]) -> dict[str, Tr
 class StepMoves:
     """The rule and the fit of each parameter that moves in the first session; ``odd``: those that no rule explains.
 
-    ``kept``: moments go on from one session to the next.
+    ``kept``: moments go on from one session to the next. :meth:`judge` adds the causes to ``findings``.
     """
 
-    def __init__(self, sessions: Sequence[Sequence[Update]], settings: StepSettings, roles: Mapping[str, str]) -> None:
-        self.settings, self.roles, first = settings, roles, sessions[0]
+    def __init__(
+        self, findings: StepFindings, sessions: Sequence[Sequence[Update]], settings: StepSettings, roles: Mapping[str, str]
+    ) -> None:
+        self.findings, self.settings, self.roles, first = findings, settings, roles, sessions[0]
         self.calls = np.array([one.call for one in first])
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
@@ -53,7 +55,7 @@ class StepMoves:
         chosen = [tracks[names[part * len(names) // 3]] for part in (1, 2)]
         rule, error = recognised_rule(chosen, settings, np.where(said == 0, np.nan, said))
         for name, track in tracks.items():
-            self._add(name, track, rule, error)
+            self._fit(name, track, rule, error)
         self._test_later(sessions[1:], tracks)
         if self.known:
             self._compare_rates()
@@ -68,7 +70,7 @@ class StepMoves:
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
-    def _add(self, name: str, track: Track, rule: Rule, error: float) -> None:
+    def _fit(self, name: str, track: Track, rule: Rule, error: float) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
         found = fit(track, rule)
         if found.error > FITS:
@@ -106,24 +108,16 @@ class StepMoves:
             if abs(factor - 1) > 0.01:
                 self.factors[name] = factor
 
-
-@dataclass(frozen=True)
-class UpdateJudge:
-    """Adds the causes in how parameters move to ``findings``."""
-
-    findings: StepFindings
-    moves: StepMoves
-
     def judge(self) -> None:
-        moves, findings = self.moves, self.findings
-        error = max(one.error for one in moves.fits.values())
-        findings.differ("update", error)
-        if moves.odd:
-            words = f"no known rule gives the change of {joined(findings.places(moves.odd))} (error {error:.1e})"
-            findings.leave_open("update", words)
-        if not moves.known:
+        """Add the causes in how parameters move."""
+        error = max(one.error for one in self.fits.values())
+        self.findings.differ("update", error)
+        if self.odd:
+            words = f"no known rule gives the change of {joined(self.findings.places(self.odd))} (error {error:.1e})"
+            self.findings.leave_open("update", words)
+        if not self.known:
             return
-        rule, at = moves.rule, f"at a rate of {_listed(moves.rates)}"
+        rule, at = self.rule, f"at a rate of {_listed(self.rates)}"
         if rule.kind != "adam":
             self._add("optimizer-sgd", f"SGD{f' with a momentum of {rule.beta1:.4g}' if rule.beta1 else ''}, {at}")
             return
@@ -135,13 +129,13 @@ class UpdateJudge:
                 self._add(id, words.format(eps=rule.eps))
         self._constants(rule)
         self._rates()
-        coupled = {name: one.rule.coupled for name, one in moves.known.items() if one.rule.coupled}
-        values = {name: decay for name, one in moves.known.items() if (decay := one.decay) is not None} | coupled
+        coupled = {name: one.rule.coupled for name, one in self.known.items() if one.rule.coupled}
+        values = {name: decay for name, one in self.known.items() if (decay := one.decay) is not None} | coupled
         if coupled:
             how = "is added to the gradient, and so divided by the root of its second moment"
             self._add("decay-coupled", f"{median(coupled.values()):.4g} times the parameter {how}", list(coupled))
-        self._decays(values, moves.settings.weight_decay, bool(coupled))
-        if moves.kept:
+        self._decays(values, self.settings.weight_decay, bool(coupled))
+        if self.kept:
             self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
 
     def _add(self, id: str, detail: str, where: str | Collection[str] = "optimizer", fix: str = "") -> None:
@@ -151,12 +145,7 @@ class UpdateJudge:
         self.findings.notes.append(f"read off: {words}")
 
     def _constants(self, rule: Rule) -> None:
-        settings = self.moves.settings
-        given, said, eps = (
-            (settings.beta1, settings.beta2),
-            f"betas of {rule.beta1:.6g} and {rule.beta2:.6g}",
-            f"an eps of {rule.eps:.4g}",
-        )
+        given, said = (self.settings.beta1, self.settings.beta2), f"betas of {rule.beta1:.6g} and {rule.beta2:.6g}"
         right = (0.9 if given[0] is None else given[0], 0.95 if given[1] is None else given[1])
         fix = f"torch.optim.AdamW(groups, lr, betas=({right[0]:g}, {right[1]:g}), eps=1e-8)"
 
@@ -169,22 +158,22 @@ class UpdateJudge:
         elif not rule.lost and None in given:
             self._read_off(said)
         if rule.place == "outside" and rule.eps != EPSILON:
-            if (settings.lr, *given, settings.weight_decay, settings.clip) == (None,) * 5:
-                self._read_off(eps)
+            if (self.settings.lr, *given, self.settings.weight_decay, self.settings.clip) == (None,) * 5:
+                self._read_off(f"an eps of {rule.eps:.4g}")
             else:  # then it is AdamW's
-                self._add("eps-wrong", f"{eps}, not {EPSILON:g}", fix=fix)
+                self._add("eps-wrong", f"an eps of {rule.eps:.4g}, not {EPSILON:g}", fix=fix)
 
     def _rates(self) -> None:
-        moves, settings, rates = self.moves, self.moves.settings, self.moves.rates
-        if moves.factors:
-            times = median(moves.factors.values())
+        settings, rates = self.settings, self.rates
+        if self.factors:
+            times = median(self.factors.values())
             id = "parameter-twice" if abs(times - 2) < 0.02 else "rate-wrong"
-            self._add(id, f"the rate of these parameters is {times:.4g} times that of the others", list(moves.factors))
+            self._add(id, f"the rate of these parameters is {times:.4g} times that of the others", list(self.factors))
         if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
         # the rates that the settings say, and those of the steps after and before
-        expected, *shifted = (np.array([settings.rate(max(0, call + by)) for call in moves.calls]) for by in (0, 1, -1))
+        expected, *shifted = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (0, 1, -1))
         said = f"a rate of {_listed(rates)}, not {_listed(expected)}"
         if _same(rates, expected):
             return
@@ -193,38 +182,35 @@ class UpdateJudge:
         elif expected.any() and spread(rates[expected != 0] / expected[expected != 0]) <= CLOSE:
             self._add("rate-wrong", said, fix=f"lr={expected[0]:g}, in all groups" if spread(expected) <= CLOSE else "")
         else:
-            late = any(spread(one) > CLOSE >= spread(rates / np.where(one == 0, 1, one)) for one in shifted)
-            for id in ("rate-wrong", "schedule-step") if late else ("schedule-wrong",):
-                self._add(id, said)
+            self._add("schedule-wrong", said)
 
     def _decays(self, values: dict[str, float], wanted: float | None, coupled: bool) -> None:
         """Add the causes in the decays of parameters: which of them decay, by how much, and how."""
-        moves = self.moves
-        decaying = {role: [name for name in values if values[name] and moves.roles[name] == role] for role in WORDS}
+        decaying = {role: [name for name in values if values[name] and self.roles[name] == role] for role in WORDS}
         if wanted is None:
             some = [value for value in values.values() if value]
             on = ", ".join(WORDS[role] for role, names in decaying.items() if names)
             self._read_off(f"a weight decay of {median(some):.4g}, on {on}" if some else "no weight decay")
             return
-        large = [name for name in values if moves.roles[name] in ("matrix", "embedding")]
+        large = [name for name in values if self.roles[name] in ("matrix", "embedding")]
         if small := [name for name in values if values[name] and name not in large]:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
         names, bare = ([name for name in large if bool(values[name]) is decays] for decays in (True, False))
         if wanted and bare:
-            embeddings = decaying["matrix"] and all(moves.roles[name] == "embedding" for name in bare)
+            embeddings = decaying["matrix"] and all(self.roles[name] == "embedding" for name in bare)
             self._add("decay-not-on-embeddings" if embeddings else "decay-missing", "these do not decay", bare)
         if not names:
             return
-        names = [name for name in names if name not in moves.factors] or names
-        value, live, found = median(values[name] for name in names), moves.rates != 0, [moves.fits[name] for name in names]
+        names = [name for name in names if name not in self.factors] or names
+        value, live, found = median(values[name] for name in names), self.rates != 0, [self.fits[name] for name in names]
         if wanted and not coupled:
-            short = [np.abs(1 - (one.rates / moves.rates + one.decays)[live]) for one in found]
+            short = [np.abs(1 - (one.rates / self.rates + one.decays)[live]) for one in found]
             later = [error < 0.1 * np.abs(one.decays[live]) for error, one in zip(short, found, strict=True)]
-            if np.all(later) and len(names) < len(moves.fits):
+            if np.all(later) and len(names) < len(self.fits):
                 self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
             raw = np.nanmedian(np.stack([one.decays for one in found]), axis=0)
-            if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(moves.rates)) - 1) > 1e-3:
+            if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(self.rates)) - 1) > 1e-3:
                 words = f"in each step {wanted:g} of the parameter is taken off, whatever the rate"
                 self._add("decay-without-rate", words, names)
                 return
