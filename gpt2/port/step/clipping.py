@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
@@ -40,11 +40,20 @@ ENTRY = ClipKind("clip-by-value", "entries beyond {:.6g} are cut", lambda g: {n:
 
 @dataclass(frozen=True)
 class Clip:
-    """What an update uses of a gradient: ``share`` times it, and what is beyond ``limit`` scaled down or, of ENTRY, cut off."""
+    """What an update uses of a gradient: ``share`` times it, and what is beyond ``limit`` scaled down or, of ENTRY, cut off.
+
+    ``share`` is what a GradScaler or the number of parts divides by. ``largest``: the largest norm that went through.
+    ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: norms
+    beyond the limit that went through as they were.
+    """
 
     kind: ClipKind | None = None
     limit: float = math.inf
     share: float = 1.0
+    largest: float = 0.0
+    outliers: dict[str, float] = field(default_factory=dict)
+    odd: tuple[str, ...] = ()
+    passed: tuple[float, ...] = ()
 
     def errors(self, held: Gradient, used: Gradient) -> dict[str, float]:
         """Return how far the gradient of each parameter that the update used is from what this clip makes of it, relative."""
@@ -59,23 +68,7 @@ class Clip:
         return errors
 
 
-@dataclass
-class ClipReading:
-    """What happens to the gradient before the update.
-
-    ``way``: its share is what a GradScaler or the number of parts divides by. ``largest``: the largest norm that went through.
-    ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: norms
-    beyond the limit that went through as they were.
-    """
-
-    way: Clip = Clip()
-    largest: float = 0.0
-    outliers: dict[str, float] = field(default_factory=dict)
-    odd: list[str] = field(default_factory=list)
-    passed: list[float] = field(default_factory=list)
-
-
-def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = None) -> ClipReading:
+def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = None) -> Clip:
     """Return what happens to the gradients of several sessions, by the way that explains them best.
 
     The limit of each way is the largest measure of what was used and is not as it was. ``share``: what gradients are always
@@ -84,7 +77,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = No
     groups = [[_both(one) for one in session if one.held] for session in sessions]
     groups = [kept for group in groups if (kept := [pair for pair in group if pair[0]])]
     if not groups:
-        return ClipReading()
+        return Clip()
     pairs = [pair for group in groups for pair in group]
     ratios = [{name: _ratio(held[name].values, used[name].values) for name in held} for held, used in pairs]
     outliers = _outliers(ratios)
@@ -102,14 +95,14 @@ def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = No
         errors = [min(way.errors(*pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
         found.append((max(EXACT, *map(_worst, errors)), way, errors))
     worst, way, errors = min(found, key=lambda one: one[0])
-    reading = ClipReading(way if worst <= FITS else plain, share * max(held.total for held, _ in pairs), outliers)
-    if worst > FITS:
-        reading.odd = list(dict.fromkeys(name for one in errors for name, own in one.items() if own > FITS))
-    elif way.kind is not None:
-        norms = [share * max(way.kind.sizes(held).values()) for held, _ in pairs]
+    odd = dict.fromkeys(name for one in errors for name, own in one.items() if own > FITS)
+    best, passed = way if worst <= FITS else plain, list[float]()
+    if best.kind is not None:
+        norms = [share * max(best.kind.sizes(held).values()) for held, _ in pairs]
         free = (norm for norm, one in zip(norms, untouched, strict=True) if _worst(one) <= EXACT)
-        reading.passed = [norm for norm in free if norm > BITES * way.limit]
-    return reading
+        passed = [norm for norm in free if norm > BITES * best.limit]
+    largest = share * max(held.total for held, _ in pairs)
+    return replace(best, largest=largest, outliers=outliers, odd=tuple(odd), passed=tuple(passed))
 
 
 def _both(update: Update) -> tuple[Gradient, Gradient]:
@@ -136,31 +129,31 @@ def _outliers(ratios: Sequence[dict[str, float]]) -> dict[str, float]:
     return found if len(found) * 2 < len(ratios[0]) and len(ratios) > 1 else {}
 
 
-def judge_clipping(findings: StepFindings, reading: ClipReading, wanted: float | None) -> None:
-    """Add the causes in a reading of the clipping; ``wanted``: the norm to clip to, 0 for none, None where nothing is said."""
-    if reading.odd:
+def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> None:
+    """Add the causes in a clipping; ``wanted``: the norm to clip to, 0 for none, None where nothing is said."""
+    if clip.odd:
         words = "is changed before the update in a way that is not known"
-        findings.leave_open("clip", f"the gradient of {joined(findings.places(reading.odd))} {words}")
+        findings.leave_open("clip", f"the gradient of {joined(findings.places(clip.odd))} {words}")
         return
 
     def add(id: str, detail: str, fix: str = "") -> None:
-        findings.add(id, "gradient", detail, f"gradients of norms up to {reading.largest:.3g}, before and after", fix)
+        findings.add(id, "gradient", detail, f"gradients of norms up to {clip.largest:.3g}, before and after", fix)
         findings.differ("clip", 1.0)
 
-    clip, share, passed = reading.way, reading.way.share, reading.passed
+    share, passed = clip.share, clip.passed
     before = clip.limit / share if share else 0.0  # the norm of the gradient that a GradScaler has scaled
 
     def near(limit: float) -> bool:
         return wanted is not None and abs(limit - wanted) <= 1e-3 * wanted
 
-    left = f"norms up to {max(passed, default=reading.largest):.4g} are left as they are"
+    left = f"norms up to {max(passed, default=clip.largest):.4g} are left as they are"
     if passed and wanted:
         add("clip-missing", f"in {len(passed)} of the updates {left}")
     if clip.kind is None:
-        if wanted and reading.largest > wanted * BITES:
+        if wanted and clip.largest > wanted * BITES:
             add("clip-missing", left)
         elif wanted is None:
-            findings.notes.append(f"read off: no clipping (norms up to {reading.largest:.3g})")
+            findings.notes.append(f"read off: no clipping (norms up to {clip.largest:.3g})")
     elif wanted == 0:
         add("clip-unwanted", f"it is clipped to {clip.limit:.6g}")
     elif clip.kind is not NORM:

@@ -164,7 +164,7 @@ class StepExamination:
         """Add the causes in what a call was trained on; return whether the gradient of its logits was seen."""
         reading = read_loss(call.forwards, batch)
         if reading is not None:
-            judge_loss(findings, batch, reading, self.clip.way.share, self.ours.config.eos_token_id)
+            judge_loss(findings, batch, reading, self.clip.share, self.ours.config.eos_token_id)
         return reading is not None
 
     def _padded(self) -> None:
