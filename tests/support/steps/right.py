@@ -11,8 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from support.ports import logits
-from support.steps import Settings, Step, module_of
-from support.steps.faults import SCHEDULE
+from support.steps import SCHEDULE, Settings, Step, module_of
 from support.steps.plain import rate
 
 V = 67  # vocabulary of support.faulty.CONFIG
