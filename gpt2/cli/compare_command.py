@@ -101,8 +101,7 @@ def run(args: CompareSettings) -> int:
     gates = [Gate.parse(text) for text in args.fail_if]
     keep_freed_memory()
     with Status() as status:
-        shown = bool(args.json or args.html)
-        result = compare_named(args.names, replace(args, progress=status), hashes=shown)
+        result = compare_named(args.names, replace(args, progress=status))
     _say_saved(args)
     return _judged(args, result, gates)
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from gpt2.checkpoint.gguf_writer import TANH_GELU
+from gpt2.comparison.sides.checkpoint_side import heads_left_out
+from gpt2.comparison.sides.side import Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -90,8 +92,8 @@ class Compatibility:
         return (*fields, *(what for what, *_ in self.vocabularies.rules), *tokenizer)
 
 
-def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabularies:
-    """Compare two tokenizers entry by entry; a model without a tokenizer is assumed to use that of its partner."""
+def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None, ids: Tensor | None = None) -> Vocabularies:
+    """Compare two tokenizers entry by entry, and on the text of a's ``ids``; without a tokenizer a model uses its partner's."""
     if a is None or b is None:
         return Vocabularies("none", a.n_vocab if a else None, b.n_vocab if b else None, 0, ())
     differing = [index for index in range(max(a.n_vocab, b.n_vocab)) if _entry(a, index) != _entry(b, index)]
@@ -101,7 +103,8 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None) -> Vocabulari
         verdict = "extended" if len(held) == 1 and held != {(True, True)} else "different"
     else:
         verdict = "equal" if a.fingerprint == b.fingerprint else "merges"
-    return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples, rules=_rules(a, b))
+    parting = first_parting(a, b, a.decode(ids.tolist())) if ids is not None and verdict != "equal" else None
+    return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples, parting, _rules(a, b))
 
 
 def _rules(a: Tokenizer, b: Tokenizer) -> tuple[tuple[str, str, str], ...]:
@@ -123,33 +126,30 @@ def first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
     return Parting(at, *known)
 
 
-def compatibility(
-    a: GPT2Config | None, b: GPT2Config | None, tokenizer_a: Tokenizer | None, tokenizer_b: Tokenizer | None
-) -> Compatibility:
-    """List the differences of two models and the parts of a comparison that they rule out; a config may be unknown."""
-    differing = () if a is None or b is None else _differing(a, b)
-    vocabularies = compare_vocabularies(tokenizer_a, tokenizer_b)
-    if a is not None and b is not None and vocabularies.verdict == "none":
-        fewer, more = sorted((a.vocab_size, b.vocab_size))
+def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility:
+    """Decide before anything runs what can be measured on ids (N,) of a's tokenizer.
+
+    ``parts`` are those of which all is measured: weights tensor by tensor, activations, and of logits also words and the floor of
+    noise. Else it is the distributions, and how far the weights moved. A config may be unknown. Raises InputError: nothing of the
+    two can be matched.
+    """
+    differing = () if a.config is None or b.config is None else _differing(a.config, b.config)
+    vocabularies = compare_vocabularies(a.tokenizer, b.tokenizer, ids)
+    if a.config is not None and b.config is not None and vocabularies.verdict == "none":
+        fewer, more = sorted((a.config.vocab_size, b.config.vocab_size))
         if more > math.ceil(fewer / PADDING) * PADDING:
-            what = f"vocabularies of {a.vocab_size:,} and {b.vocab_size:,} ids, and one has no tokenizer"
+            what = f"vocabularies of {a.config.vocab_size:,} and {b.config.vocab_size:,} ids, and one has no tokenizer"
             how = "give models with the same vocabulary, or with their tokenizers"
             raise InputError(f"the models have {what}, so their ids cannot be matched; {how}")
-    impossible = {}
+    missing = {shown.value: [side for side in (a, b) if shown not in side.shows] for shown in Shown if shown in parts}
+    shown = {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
     rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
     if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:
-        impossible["weights"] = f"the models differ in {', '.join(shapes)}"
-    if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"}:
-        impossible["activations"] = impossible["weights"]
-    return Compatibility(differing, vocabularies, impossible | _of_other_tokens(vocabularies))
-
-
-def on_text(compatible: Compatibility, a: Tokenizer | None, b: Tokenizer | None, ids: Tensor) -> Compatibility:
-    """Add the first token of the text, ids (N,) of a's tokenizer, in which the tokenizers differ, and what that rules out."""
-    if a is None or b is None or compatible.vocabularies.verdict == "equal":
-        return compatible
-    vocabularies = replace(compatible.vocabularies, parting=first_parting(a, b, a.decode(ids.tolist())))
-    return replace(compatible, vocabularies=vocabularies, impossible=_of_other_tokens(vocabularies) | compatible.impossible)
+        impossible = f"the models differ in {', '.join(shapes)}"
+        shown |= {"weights": impossible}
+        shown |= {"activations": impossible} if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"} else {}
+    tokens, heads = _of_other_tokens(vocabularies), heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
+    return Compatibility(differing, vocabularies, tokens | shown | tokens | heads)
 
 
 def _of_other_tokens(vocabularies: Vocabularies) -> dict[str, str]:

@@ -15,7 +15,7 @@ from gpt2.checkpoint.keys import expected
 from gpt2.comparison.activations import compare_activations
 from gpt2.comparison.blame import Blame, find_blame
 from gpt2.comparison.cases import compare_cases
-from gpt2.comparison.compatibility import Compatibility, compatibility, on_text, require_same_function
+from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import perplexity_ratio, summarise
 from gpt2.comparison.loaded import Loaded, alone
 from gpt2.comparison.many_results import Comparisons, Pair, Ranked
@@ -40,14 +40,11 @@ HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; whe
 TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
 
 
-def compare_sides(
-    models: Sequence[str | GPT2], steps: Sequence[int | None], settings: Settings, *, hashes: bool = True
-) -> Comparison | Comparisons:
+def compare_sides(models: Sequence[str | GPT2], steps: Sequence[int | None], settings: Settings) -> Comparison | Comparisons:
     """Compare the first side with each other one: two in every part, of several what tells which is best.
 
-    Arguments and errors are those of :func:`gpt2.comparison.run.compare`; ``steps`` are a training run's, and of several models
-    the ``hashes`` of their files are left out if they are not asked for. Of several, one model is in memory at a time, and the
-    first beside it where its logits are too many to keep.
+    Arguments and errors are those of :func:`gpt2.comparison.run.compare`; ``steps`` are a training run's. Of several, one model
+    is in memory at a time, and the first beside it where its logits are too many to keep.
     """
     started, several, seed = time.perf_counter(), len(models) > 2, settings.seed
     parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
@@ -56,10 +53,9 @@ def compare_sides(
         require_head(side.vocab_size or 0, side, sides)  # of a recording
     passage, env = open_passage(sides, settings), environment_of(sides)
     first, *others = (Loaded(side, sides) for side in sides)
-    fits = [fit(first.side, each.side, passage, parts) for each in others]
+    fits = [fit(first.side, each.side, passage.ids, parts) for each in others]
     if settings.blame:
         require_same_function(fits[0])
-    hashes = hashes or not several
     with ExitStack() as stack:
         settings.progress(f"{first.side.name}: loading")
         stack.enter_context(first.side)
@@ -67,7 +63,7 @@ def compare_sides(
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
-        pairs = [measure(first, *each, logits, passage, settings, parts, hashes) for each in zip(others, fits, strict=True)]
+        pairs = [measure(first, *each, logits, passage, settings, parts) for each in zip(others, fits, strict=True)]
         compared = [(each.distributions.a, each.logp[0]) for each in pairs if each.distributions and each.logp]
         if saved and not compared:
             what = f"was not run over the text beside {sides[1].name}, so it is not saved"
@@ -76,7 +72,7 @@ def compare_sides(
             own, logp = compared[0] if compared else alone(logits, passage, first.tokenizer, seed)
         else:
             own = first.in_its_tokens(passage, first.tokenizer, seed)
-    a = first.side.describe(hashes=hashes)
+    a = first.side.describe()
     if several:
         heads = Compatibility((), fits[0].vocabularies, heads_left_out(first.side))
         whole = Pair(a, first.side.size, first.speed, own, heads, last_words, (logp, logp))
@@ -131,27 +127,8 @@ def _ranking(candidates: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:
     return tuple(ranked)
 
 
-def fit(a: Side, b: Side, passage: Passage, parts: frozenset[Shown]) -> Compatibility:
-    """Decide before anything runs what can be measured. Raises InputError: nothing of the two can be matched.
-
-    ``parts`` are those of which all is measured: weights tensor by tensor, activations, and of logits also words and the floor of
-    noise. Else it is the distributions, and how far the weights moved.
-    """
-    found = compatibility(a.config, b.config, a.tokenizer, b.tokenizer)
-    heads = heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
-    found = replace(found, impossible=_not_shown((a, b), parts) | found.impossible | heads)
-    return on_text(found, a.tokenizer, b.tokenizer, passage.ids)
-
-
 def measure(
-    a: Loaded,
-    b: Loaded,
-    fit: Compatibility,
-    logits_a: Logits,
-    passage: Passage,
-    settings: Settings,
-    parts: frozenset[Shown],
-    hashes: bool,
+    a: Loaded, b: Loaded, fit: Compatibility, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Shown]
 ) -> Pair:
     """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
     seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a.side, b.side)
@@ -184,7 +161,7 @@ def measure(
     if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
         config, *read = _shared(*sides, mapped=True)
         moved = distance(expected(config), *read, progress=progress)
-    about = b.side.describe(hashes=hashes), b.side.size, b.speed, language, fit, last_words, logp, distributions, moved
+    about = b.side.describe(), b.side.size, b.speed, language, fit, last_words, logp, distributions, moved
     return Pair(*about, weights, activations, words, cases, floor, _more_rows(*sides))
 
 
@@ -206,12 +183,6 @@ def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read
 def _more_rows(a: Side, b: Side) -> int:
     """Return how many rows of the vocabulary b has more than a; 0 where one does not tell it."""
     return b.vocab_size - a.vocab_size if a.vocab_size and b.vocab_size else 0
-
-
-def _not_shown(sides: tuple[Side, Side], parts: frozenset[Shown]) -> dict[str, str]:
-    """Return the chosen parts that a side's nature rules out, each with the reason."""
-    missing = {shown.value: [side for side in sides if shown not in side.shows] for shown in Shown if shown in parts}
-    return {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
 
 
 def _weights(one: Side, other: Side, progress: Progress) -> WeightChanges:

@@ -66,15 +66,15 @@ def compare(a: Given = DEFAULT, b: Given = f"hf/{DEFAULT}", *others: Given, **op
     return compare_named((a, b, *others), Settings(**options))
 
 
-def compare_named(given: Sequence[Given], settings: Settings, *, hashes: bool = True) -> Comparison | Comparisons:
-    """Compare models as :func:`compare` does, from a list; of several without the ``hashes`` of their files."""
+def compare_named(given: Sequence[Given], settings: Settings) -> Comparison | Comparisons:
+    """Compare models as :func:`compare` does, from a list."""
     known = [_model(each) for each in given]
     if settings.on is not None and not isinstance(settings.on, str):
         raise InputError(f"on={type(settings.on).__name__}: give the name of a text, or of a file with it; {TEXTS}")
     models = [saved for each in known for saved in ([Saved(each)] if isinstance(each, GPT2) else with_checkpoints(each))]
     if len(models) > 2 and changed(settings, "threshold", "blame", "save", "cases"):
         raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
-    return compare_sides([each.model for each in models], [each.step for each in models], settings, hashes=hashes)
+    return compare_sides([each.model for each in models], [each.step for each in models], settings)
 
 
 def _model(given: object) -> str | GPT2:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.random_models import random_model, write_checkpoint
+from support.random_models import noisy, random_model, write_checkpoint
 from torch import Tensor
 
 import gpt2
@@ -34,10 +34,8 @@ def changed(*names: str, by: float = 0.1) -> GPT2:
     """The model with noise in some of its parameters."""
     made = model()
     with torch.no_grad():
-        for number, name in enumerate(names):
-            parameter = made.get_parameter(name)
-            noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-            parameter.add_(noise, alpha=by)
+        for name in names:
+            noisy(by, name)(made)
     return made
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import mistake, refusal
-from support.random_models import write_checkpoint
+from support.random_models import changed, noisy, write_checkpoint
 
 import gpt2
 from gpt2.checkpoint import gguf_writer
@@ -28,12 +28,9 @@ from gpt2.testing import assert_same
 @pytest.fixture(scope="module")
 def folders(base: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str, str]:
     """A model, the same model with noise in one tensor, one with another tokenizer, and the text."""
-    model = load(str(base))
-    with torch.no_grad():
-        model.h[1].mlp.c_fc.weight.add_(torch.randn(model.h[1].mlp.c_fc.weight.shape, generator=torch.Generator().manual_seed(1)))
-    noisy = gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path_factory.mktemp("noisy"))
+    tuned = changed(base, tmp_path_factory.mktemp("noisy"), noisy(1.0, "h.1.mlp.c_fc.weight"))
     other = write_checkpoint(tmp_path_factory.mktemp("other"), tokenizer=train_bpe("Enter GHOST. Who's there?\n" * 20, 270))
-    return str(base), str(noisy), str(other)
+    return str(base), str(tuned), str(other)
 
 
 @pytest.fixture(scope="module")
@@ -146,8 +143,8 @@ def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[st
 
 def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Met, not met, not measurable: exit 1, 0, 2; each condition is in the JSON and on stderr."""
-    base, noisy, other = folders
-    command = ["compare", base, noisy, "--on", text, "--tokens", "200", "--json", "-"]
+    base, tuned, other = folders
+    command = ["compare", base, tuned, "--on", text, "--tokens", "200", "--json", "-"]
     assert main([*command, "--fail-if", "kl>1e-9", "--fail-if", "weights>1e9"]) == 1
     out, err = capsys.readouterr()
     assert [(each["gate"]["metric"], each["met"]) for each in json.loads(out)["gates"]] == [("kl", True), ("weights", False)]
@@ -157,15 +154,15 @@ def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.Cap
     out, err = capsys.readouterr()
     assert "bits per byte" in out  # the measured figures are shown
     assert "kl was not measured (" in err.splitlines()[-1]
-    assert "no effect with --attention" in mistake(capsys, "compare", base, noisy, "--fail-if", "kl>1", "--attention", "To be")
+    assert "no effect with --attention" in mistake(capsys, "compare", base, tuned, "--fail-if", "kl>1", "--attention", "To be")
 
 
 def test_assert_same_raises_where_a_limit_is_passed(folders: tuple[str, str, str], text: str) -> None:
     """The direction of limits: same_top is a minimum, all others are maximums."""
-    base, noisy, _ = folders
+    base, tuned, _ = folders
     assert assert_same(base, base, on=text, tokens=64, kl=0.0, same_top=0.9, weights=0.0).ok
     with pytest.raises(AssertionError, match=r"differ: kl>0.*; weights>0\.01"):
-        assert_same(base, noisy, on=text, tokens=64, kl=0.0, weights=0.01, same_top=0.0)
+        assert_same(base, tuned, on=text, tokens=64, kl=0.0, weights=0.01, same_top=0.0)
     assert "needs a limit, such as kl=1e-3" in refusal(assert_same, base, base)
     run = Path(base).parent / "run"
     for place in ("step-1", "best"):

@@ -8,8 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 from support.pages import assert_whole_by_itself
+from support.random_models import changed, noisy
 
 import gpt2
 from gpt2.cli.main import main
@@ -25,11 +25,7 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a training run: two steps, and what was best between them."""
     run = tmp_path_factory.mktemp("many") / "run"
     for step, size in ((100, 0.02), (20, 0.004)):
-        model = gpt2.load(str(base))
-        with torch.no_grad():
-            for number, parameter in enumerate(model.parameters()):
-                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=size)
-        gpt2.save(model, gpt2.load_tokenizer(str(base)), run / f"step-{step}")
+        changed(base, run / f"step-{step}", noisy(size))
     shutil.copytree(run / "step-20", run / "best")
     (run / "best" / "progress.json").write_text('{"step": 40}')
     (run / "recipe.json").write_text("{}")

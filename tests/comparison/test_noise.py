@@ -6,12 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from support.commands import mistake, refusal
-from support.random_models import write_checkpoint
+from support.random_models import changed, noisy, write_checkpoint
 
 import gpt2
-from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison.noise import Noise, measure_noise
 from gpt2.comparison.settings import Settings
@@ -80,7 +78,7 @@ def test_flags_without_effect_are_refused(base: Path, text: str, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("changed", "said"),
+    ("size", "said"),
     [
         pytest.param(0.0, "exactly 0", marks=pytest.mark.slow),
         (1e-9, "not above it"),
@@ -89,15 +87,12 @@ def test_flags_without_effect_are_refused(base: Path, text: str, capsys: pytest.
     ],
 )
 def test_every_comparison_says_whether_it_is_above_the_floor(
-    base: Path, text: str, tmp_path: Path, changed: float | str, said: str
+    base: Path, text: str, tmp_path: Path, size: float | str, said: str
 ) -> None:
     """A difference that rounding alone makes must not be reported as one of the models."""
-    other = f"{base}{changed}"
-    if isinstance(changed, float):
-        model = load(str(base))
-        with torch.no_grad():
-            model.h[0].mlp.c_fc.weight.add_(torch.randn(model.h[0].mlp.c_fc.weight.shape), alpha=changed)
-        other = str(gpt2.save(model, gpt2.load_tokenizer(str(base)), tmp_path))
+    other = f"{base}{size}"
+    if isinstance(size, float):
+        other = str(changed(base, tmp_path, noisy(size, "h.0.mlp.c_fc.weight")))
     compared = gpt2.compare(str(base), other, on=text, tokens=200)
     assert said in compared.above_floor
     assert compared.above_floor in " ".join(compared.table(200).split())

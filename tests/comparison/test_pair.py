@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
-from support.random_models import write_checkpoint
+from support.random_models import changed, noisy, write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.loading import load
@@ -24,14 +24,6 @@ from gpt2.measure.tracing import points
 from gpt2.model import GPT2
 
 OTHER = "Enter GHOST. Who's there? Nay, answer me: stand, and unfold yourself. Long live the king!\n" * 20
-
-
-def changed(base: Path, folder: Path, change) -> Path:
-    """A copy of a checkpoint with parameters changed by ``change(model)``."""
-    model = load(str(base))
-    with torch.no_grad():
-        change(model)
-    return gpt2.save(model, gpt2.load_tokenizer(str(base)), folder)
 
 
 def run(a: object, b: object, text: str, **settings) -> Comparison:
@@ -276,9 +268,9 @@ def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str,
     """A GPT2 in place of its name, a list of texts, ids and a text in place of a model were tracebacks of no use."""
     model, tuned, where = load(str(base)), load(str(base)).train(), {"on": text, "tokens": 100}
     inject(tuned, r=2, alpha=4)
+    adapted = list(tuned.named_parameters())
     with torch.no_grad():
-        for number, (_, parameter) in enumerate(adapted := list(tuned.named_parameters())):
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=0.01)
+        noisy(0.01)(tuned)
     found = gpt2.compare(model, tuned, **where)
     assert found.a.name == f"{base} in memory"
     assert f"gpt2.compare(a, b, on=&#39;{text}&#39;, tokens=100" in found.html()  # no command takes what is in memory

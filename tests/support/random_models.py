@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,3 +59,22 @@ def write_checkpoint(folder: Path, tokenizer: LibraryTokenizer | None = None, se
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter), alpha=0.1)
     return gpt2.save(model, tokenizer, folder)
+
+
+def changed(base: Path, folder: Path, change: Callable[[GPT2], object]) -> Path:
+    """Save a copy of a checkpoint with parameters changed by ``change(model)``."""
+    model = gpt2.load(str(base))
+    with torch.no_grad():
+        change(model)
+    return gpt2.save(model, gpt2.load_tokenizer(str(base)), folder)
+
+
+def noisy(size: float, name: str = "") -> Callable[[GPT2], object]:
+    """Add noise of a standard deviation to the parameters whose name begins with ``name``."""
+
+    def change(model: GPT2) -> None:
+        for number, (own, parameter) in enumerate(model.named_parameters()):
+            if own.startswith(name):
+                parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number)), alpha=size)
+
+    return change

@@ -139,8 +139,8 @@ class CheckpointSide(Side):
     revision = property(lambda self: self.checkpoint.revision)
     files = property(lambda self: self.checkpoint.files())  # of the weights and the config
 
-    def describe(self, *, hashes: bool = True) -> Model:
-        said = super().describe(hashes=hashes)
+    def describe(self) -> Model:
+        said = super().describe()
         return replace(said, official=official_files(said.files, self.checkpoint.name)) if said.files else said
 
 

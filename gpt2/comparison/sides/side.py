@@ -149,9 +149,9 @@ class Side(ABC):
         """Its files by name."""
         return {}
 
-    def describe(self, *, hashes: bool = True) -> Model:
-        """Return everything needed to run this side again; without ``hashes``, its files are not read."""
-        files = {name: sha256(path) for name, path in self.files.items() if hashes}
+    def describe(self) -> Model:
+        """Return everything needed to run this side again."""
+        files = {name: sha256(path) for name, path in self.files.items()}
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
         return Model(self.name, self.implementation, self.stored, self.revision, parameters, config, files, None, self.in_memory)
 

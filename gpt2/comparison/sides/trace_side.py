@@ -128,7 +128,7 @@ class TraceSide(Side):
         }
         yield from grouped(cut)
 
-    def describe(self, *, hashes: bool = True) -> Model:
+    def describe(self) -> Model:
         return self.model
 
 
