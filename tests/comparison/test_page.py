@@ -21,7 +21,6 @@ from gpt2.comparison.run import compare
 from gpt2.comparison.words import Choice
 from gpt2.errors import InputError
 from gpt2.explore.lens_page import error_page
-from gpt2.measure.metrics import LanguageScore
 from gpt2.pages.drawing import shade
 from gpt2.pages.rendering import number, percent, readable, visible
 
@@ -61,28 +60,6 @@ def test_text_from_models_and_files_stays_text(found: Comparison) -> None:
     assert "<script>alert" not in page
     assert "<img src=x" not in page
     assert "&lt;b&gt;" in error_page(("a",), "<b>", InputError("x"))
-
-
-@pytest.mark.parametrize(
-    "without",
-    [{"weights", "words"}, {"activations"}, {"distributions", "words"}],
-    ids=lambda names: "+".join(sorted(names)),
-)
-def test_what_could_not_be_measured_is_left_out(found: Comparison, without: set[str]) -> None:
-    """Models of different sizes have no weight changes, other tokenizers no distributions: the page must leave them out."""
-    alone = (LanguageScore(3.0, 10, 40, 8, 8), LanguageScore(4.0, 12, 40, 8, 8)) if "distributions" in without else ()
-    ids = Parts(replace(found, alone=alone, **dict.fromkeys(without)).html()).ids
-    gone = {"weights": {"each-tensor"}, "words": {"the-text", "words"}}
-    missing = set().union(*(gone.get(name, {name}) for name in without))
-    assert [name for name in ids if name in SECTIONS] == [name for name in SECTIONS if name not in missing]
-
-
-def test_identical_models_are_called_so() -> None:
-    """Without differences the page draws no picture."""
-    found = compare("shakespeare-mini", "shakespeare-mini", on=__file__, tokens=64)
-    text = found.html()
-    assert '<span class="bold">Identical</span>' in text
-    assert "<svg" not in text
 
 
 def test_figures_read_as_a_person_writes_them() -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
+from support.pages import Parts
 from support.random_models import changed, noisy, write_checkpoint
 
 import gpt2
@@ -43,6 +44,8 @@ def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_n
     assert found.words.passages == ()
     assert all(row.parts_at is None for row in found.words.continuations)
     assert "IDENTICAL" in found.table()
+    assert '<span class="bold">Identical</span>' in found.html()
+    assert "<svg" not in found.html()
     again = run(base, base, text)  # nothing is random
     assert replace(again, seconds=0) == replace(found, seconds=0)
     body = json.loads(found.to_json())  # is enough to run it again
@@ -114,6 +117,7 @@ def test_another_size_shares_the_text_and_the_distributions(base: Path, text: st
     assert found.compatibility.impossible == {"weights": why, "activations": why}
     assert found.distributions is not None
     assert "left out  weights, activations: the models differ" in found.table(200)
+    assert not {"activations", "each-tensor"} & {*Parts(found.html()).ids}
 
 
 def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path: Path) -> None:
@@ -126,6 +130,7 @@ def test_another_vocabulary_leaves_bits_per_byte(base: Path, text: str, tmp_path
     assert "tokenizers: token 0 is 'Firs' (297) by A and 'F' (37) by B" in found.table(200)
     scored = (f"{score.tokens:,} tokens scored, context 32, stride 32" for score in found.alone)
     assert " → ".join(scored) in found.table(200)  # each has its own: one line for both would be wrong
+    assert not {"activations", "distributions", "the-text", "words"} & {*Parts(found.html()).ids}
     assert not found.ok
     json.loads(found.to_json())
 
@@ -233,16 +238,6 @@ def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatc
     assert "bits per byte" not in found.table()  # there are no bytes
     assert found.weights.tensors[0].distance == pytest.approx(2**0.5, rel=0.1)  # the embeddings are independent draws
     assert compare("random:tiny", "random:tiny", tokens=50).ok
-
-
-def test_a_port_shows_no_weights(base: Path, text: str, tmp_path: Path) -> None:
-    """What of a port is wrong, a tensor or the code, is diagnose's question; its tensors cannot be put into another model."""
-    (tmp_path / "port.py").write_text("import gpt2\n\n\ndef build(folder):\n    return gpt2.load(folder)\n")
-    port = f"{tmp_path / 'port.py'}:build"
-    found = run(base, port, text)
-    assert found.compatibility.impossible["weights"] == f"{port} shows only activations and logits"
-    assert (found.activations.first_past, found.distributions.kl_ab.max) == (None, 0)
-    assert "--blame puts parts of B into A" in refusal(run, base, port, text, blame=True)
 
 
 def test_documents_are_scored_behind_the_end_of_text(base: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -98,7 +97,7 @@ def read(path: Path) -> tuple[dict[str, np.ndarray], dict]:
 
 @pytest.mark.parametrize(("name", "dtype"), [("t.safetensors", "float64"), ("t.npz", "float32"), ("t", "float16")])
 def test_what_is_written_is_what_was_computed(traced: gpt2.Trace, name: str, dtype: str, tmp_path: Path) -> None:
-    """A form that drops, renames or rounds an array; and the control: a byte changed in the file is seen."""
+    """A form that drops, renames or rounds an array."""
     kept = gpt2.trace(traced.model, ids=IDS, gradients=True, dtype=dtype)
     for _ in range(2):  # the second replaces the first
         path = kept.save(tmp_path / name)
@@ -113,16 +112,6 @@ def test_what_is_written_is_what_was_computed(traced: gpt2.Trace, name: str, dty
     assert about["environment"]["versions"]["gpt2-toolkit"] == gpt2.__version__
     assert [row["name"] for row in about["arrays"]] == list(traced.arrays)
     assert all(row["shape"] == list(arrays[row["name"]].shape) and row["meaning"] for row in about["arrays"])
-    file = path / "logits.npy" if path.is_dir() else path
-    content = bytearray(file.read_bytes())
-    value = arrays["logits"].tobytes()
-    content[content.index(value[:64])] ^= 1
-    file.write_bytes(content)
-    if name.endswith(".npz"):  # a zip has a checksum
-        with pytest.raises(zipfile.BadZipFile):
-            read(path)
-    else:
-        assert not np.array_equal(read(path)[0]["logits"], arrays["logits"])
 
 
 @pytest.mark.parametrize(

@@ -249,6 +249,7 @@ def test_a_port(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFix
     wrong = compare(model, port(tmp_path / "wrong.py", "model.h[1].mlp.c_fc.bias.data[0] += 1"), on=text, tokens=24)
     assert wrong.activations.first_past.point == "h.1.mlp.c_fc"
     assert wrong.distributions.kl_ab.mean.value > 1e-4
+    assert wrong.compatibility.impossible["weights"].endswith("wrong.py:build shows only activations and logits")
     assert "attn.scores, attn.weights: no module of" in " ".join(wrong.table(300).split())
     change = "blocks = list(model.h); del model.h; model.h = blocks"
     flat = compare(model, port(tmp_path / "flat.py", change), on=text, tokens=24)
