@@ -84,14 +84,12 @@ class Program:
     """What a program computes otherwise than GPT-2, from a whole text at once.
 
     ``blocks``: other formulas by the number of the block; ``outside``: of ``embed``, ``ln_f`` and ``head``. ``order``: the blocks
-    that run, None for GPT-2's order. ``run``: how the stream (B, T, D) behind the last block is computed, if not block by block.
-    ``rows``: a formula lets a row of the batch see others.
+    that run, None for GPT-2's order. ``rows``: a formula lets a row of the batch see others.
     """
 
     blocks: Mapping[int, Edits] = field(default_factory=dict)
     outside: Edits = field(default_factory=dict)
     order: tuple[int, ...] | None = None
-    run: Callable[[Model], Tensor] | None = None
     rows: bool = False
 
     def at(self, node: str) -> Formula:
@@ -171,8 +169,6 @@ class Model:
         """
         points: State = {} if entrance else {"embed": self.embed(program)}
         x = entrance.state["x"] if entrance else points["embed"]
-        if program.run:
-            return points | {"x": x, "end": program.run(self)}
         for number, layer in enumerate(program.order or range(first, last)):
             state, after = (entrance.state, entrance.after) if number == 0 and entrance else ({"x": x}, -1)
             stop = LAST if until is None or layer < last - 1 or program.order else until

@@ -92,11 +92,8 @@ def logits(one: Alternative | None, calls: Calls = CALLS[0], given: Tensor | Non
     """What a program gives that has the alternative everywhere, and reads its text in these calls."""
     m = Model(model().state_dict(), CONFIG, ids() if given is None else given)
     outside = {} if one is None else one.outside
-    if one is not None and one.run is not None:
-        x = one.run(m)
-    else:
-        blocks = {} if one is None else {n: one.at(n) for n in range(CONFIG.n_layer)}
-        x = graph.run(m, blocks, outside.get("embed"), tuple((a, min(e, m.ids.shape[1])) for a, e in calls if a < m.ids.shape[1]))
+    blocks = {} if one is None else {n: one.at(n) for n in range(CONFIG.n_layer)}
+    x = graph.run(m, blocks, outside.get("embed"), tuple((a, min(e, m.ids.shape[1])) for a, e in calls if a < m.ids.shape[1]))
     site = Site(m, 0, 0, m.ids.shape[1], {})
     normed = (outside.get("ln_f") or graph.RIGHT["ln_f"])(site, {"x": x})
     return normed @ (outside.get("head") or graph.RIGHT["head"])(site, {}).T
@@ -159,7 +156,7 @@ def test_an_alternative_says_what_its_values_depend_on(every: int) -> None:
     few, swapped = ids()[:1, :3], torch.stack([ids()[0], ids()[1].flip(0)])
     for one in alternatives()[::every]:
         whole = logits(one)
-        later = one.run is None and one.sees != ROWS and not apart(whole[:1, :3], logits(one, given=few)) < NOTHING
+        later = one.sees != ROWS and not apart(whole[:1, :3], logits(one, given=few)) < NOTHING
         rows = not apart(whole[0], logits(one, given=swapped)[0]) < NOTHING
         assert not later or one.sees in (TEXT, ROWS), one.label
         assert not rows or one.sees == ROWS, one.label
@@ -173,8 +170,6 @@ def test_calls_give_what_a_program_computes_that_reads_its_text_so(every: int) -
     m = Model(model().state_dict(), CONFIG, ids())
     compared = 0
     for one in alternatives()[::every]:
-        if one.crosses or one.run is not None:
-            continue
         outside = in_calls(calls, one.outside)
         there = graph.run(m, {n: in_calls(calls, one.at(n)) for n in range(CONFIG.n_layer)}, outside.get("embed"))
         here = graph.run(m, {n: one.at(n) for n in range(CONFIG.n_layer)}, one.outside.get("embed"), calls)
@@ -366,11 +361,11 @@ def test_a_large_model_is_searched_from_few_values(
 def said_of(one: Alternative, calls: Calls, level: str) -> list[str]:
     """The ids of the causes that are found in our own model with an alternative."""
     weights = one.id == "reduced-precision" and "weights" in one.words  # a module's are compared before the walk
-    if level == "module" and one.run is None and calls == CALLS[0] and not weights:
+    if level == "module" and calls == CALLS[0] and not weights:
         found = walked(everywhere(one))
         return [cause.id for cause in found.causes if found.explained]
     dump = {"ids": ids().numpy(), "logits": logits(one, calls).float().numpy()}
-    if level in ("block", "full") and one.run is None and not one.crosses and calls == CALLS[0]:
+    if level in ("block", "full") and calls == CALLS[0]:
         dump = dumped(everywhere(one).program, level)
     said = gpt2.diagnose(dump, model())
     return [cause.id for cause in said.causes] or [said.verdict]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from types import ModuleType
 
-from gpt2.port.alternatives import activations, attention, layouts, loading, masks, norms, outside, precision, schedule, wiring
+from gpt2.port.alternatives import activations, attention, layouts, loading, masks, norms, outside, precision, wiring
 from gpt2.port.alternatives.alternative import FAMILIES, Alternative
 from gpt2.port.graph import Model
 
-KINDS = (activations, norms, attention, masks, layouts, wiring, loading, outside, precision, schedule)
+KINDS = (activations, norms, attention, masks, layouts, wiring, loading, outside, precision)
 
 
 def table(model: Model, *kinds: ModuleType) -> list[Alternative]:

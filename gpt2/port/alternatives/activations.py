@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from functools import partial
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, changed, family
 from gpt2.port.graph import Function, Model
@@ -16,23 +14,20 @@ from gpt2.port.graph import Function, Model
 ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715  # r and c in words
 ROOT_OF_TWO = float(torch.tensor(2.0).sqrt())  # both in float32, as ports compute them
 ROUNDED = float(torch.tensor(2 / math.pi, dtype=torch.float32).sqrt())
-
-
-def _gated(gate: Function, x: Tensor) -> Tensor:
-    """Return GELU with another gate, which is 1 + tanh(r (x + c x^3))."""
-    return 0.5 * x * gate(x)
+TANH = "the tanh GELU with"
 
 
 def _tanh(root: float = ROOT, cubic: float = CUBIC, power: int = 3, square: float = 1.0) -> Function:
-    return partial(_gated, lambda x: 1 + torch.tanh(root * (square * x + cubic * x**power)))
+    """Return GELU with other constants: 0.5 x (1 + tanh(r (x + c x^3)))."""
+    return lambda x: 0.5 * x * (1 + torch.tanh(root * (square * x + cubic * x**power)))
 
 
-def _inner(x: Tensor) -> Tensor:
-    return torch.tanh(ROOT * (x + CUBIC * x**3))
+def _erf(times: float) -> Function:
+    return lambda x: 0.5 * x * (1 + torch.erf(x * times))
 
 
-def _xored(x: Tensor) -> Tensor:
-    return (x.nan_to_num(0, 0, 0).long() ^ 3).to(x)
+def _sigmoid(times: float) -> Function:
+    return lambda x: x * torch.sigmoid(times * x)
 
 
 GELU = _tanh()
@@ -41,7 +36,7 @@ FUNCTIONS: dict[str, tuple[str, Function]] = {
     "gelu": ("the exact GELU, by erf", F.gelu),
     "relu": ("ReLU", torch.relu),
     "silu": ("SiLU, x sigmoid(x)", F.silu),
-    "quick_gelu": ("the quick GELU, x sigmoid(1.702 x)", lambda x: x * torch.sigmoid(1.702 * x)),
+    "quick_gelu": ("the quick GELU, x sigmoid(1.702 x)", _sigmoid(1.702)),
     "none": ("no activation at all", lambda x: x),
     "tanh": ("tanh", torch.tanh),
     "sigmoid": ("sigmoid", torch.sigmoid),
@@ -49,42 +44,34 @@ FUNCTIONS: dict[str, tuple[str, Function]] = {
     "squared relu": ("the square of ReLU", lambda x: torch.relu(x).square()),
     "elu": ("ELU", F.elu),
     "mish": ("Mish", F.mish),
-    "quick_gelu 1.7": ("a sigmoid GELU, x sigmoid(1.7 x)", lambda x: x * torch.sigmoid(1.7 * x)),
-    "quick_gelu 1.6": ("a sigmoid GELU, x sigmoid(1.59577 x)", lambda x: x * torch.sigmoid(2 * ROOT * x)),
+    "quick_gelu 1.7": ("a sigmoid GELU, x sigmoid(1.7 x)", _sigmoid(1.7)),
+    "quick_gelu 1.6": ("a sigmoid GELU, x sigmoid(1.59577 x)", _sigmoid(2 * ROOT)),
     "no half": ("the tanh GELU without its factor 0.5", lambda x: 2 * GELU(x)),
     "no half erf": ("the erf GELU without its factor 0.5", lambda x: 2 * F.gelu(x)),
-    "erf unscaled": ("0.5 x (1 + erf(x)), without the division by sqrt(2)", partial(_gated, lambda x: 1 + torch.erf(x))),
-    "erf times root": ("the erf GELU with a product, erf(x sqrt(2))", partial(_gated, lambda x: 1 + torch.erf(x * math.sqrt(2)))),
-    "erf float32": ("the exact GELU, by erf, its constant in float32", partial(_gated, lambda x: 1 + torch.erf(x / ROOT_OF_TWO))),
-    "no root": ("the tanh GELU with 2/pi instead of its root", _tanh(2 / math.pi)),
-    "root of pi": ("the tanh GELU with sqrt(2) / pi for sqrt(2 / pi)", _tanh(math.sqrt(2) / math.pi)),
-    "root pi/2": ("the tanh GELU with sqrt(pi / 2) for sqrt(2 / pi)", _tanh(math.sqrt(math.pi / 2))),
+    "erf unscaled": ("0.5 x (1 + erf(x)), without the division by sqrt(2)", _erf(1.0)),
+    "erf times root": ("the erf GELU with a product, erf(x sqrt(2))", _erf(math.sqrt(2))),
+    "erf float32": ("the exact GELU, by erf, its constant in float32", _erf(1 / ROOT_OF_TWO)),
+    "no root": (f"{TANH} 2/pi instead of its root", _tanh(2 / math.pi)),
+    "root of pi": (f"{TANH} sqrt(2) / pi for sqrt(2 / pi)", _tanh(math.sqrt(2) / math.pi)),
+    "root pi/2": (f"{TANH} sqrt(pi / 2) for sqrt(2 / pi)", _tanh(math.sqrt(math.pi / 2))),
     **{
-        f"cubic {cubic:g}": (f"the tanh GELU with {cubic:g} for 0.044715", _tanh(cubic=cubic))
+        f"cubic {cubic:g}": (f"{TANH} {cubic:g} for 0.044715", _tanh(cubic=cubic))
         for cubic in (0.44715, 0.0044715, 0.04715, 0.044, 0.0447, 0.044175, 0.0)
     },
-    "swapped": ("the tanh GELU with its two constants exchanged", _tanh(CUBIC, ROOT)),
-    "root 0.8": ("the tanh GELU with 0.8 for sqrt(2/pi)", _tanh(0.8)),
-    "exclusive or": (
-        "the tanh GELU with an exclusive or for the cube, as x ^ 3 is in C and JavaScript",
-        partial(_gated, lambda x: 1 + torch.tanh(ROOT * (x + CUBIC * _xored(x)))),
-    ),
-    "square": ("the tanh GELU with x^2 for x^3", _tanh(power=2)),
-    "constant cubed": ("the tanh GELU with its constant inside the cube, (c x)^3 for c x^3", _tanh(cubic=CUBIC**3)),
-    "root on x": ("the tanh GELU with r on x alone, r x + c x^3 for r (x + c x^3)", _tanh(cubic=CUBIC / ROOT)),
-    "root on the cube": ("the tanh GELU with r on the cube alone, x + r c x^3 for r (x + c x^3)", _tanh(square=1 / ROOT)),
-    "no parentheses": (
-        "the tanh GELU without the parentheses around 1 + tanh(...): 0.5 x + tanh(...)",
-        lambda x: 0.5 * x + _inner(x),
-    ),
-    "no one": ("the tanh GELU without its 1: 0.5 x tanh(...)", partial(_gated, _inner)),
-    "minus": ("the tanh GELU with a minus: 0.5 x (1 - tanh(...))", lambda x: x - GELU(x)),
-    "cubic subtracted": ("the tanh GELU with x - c x^3 for x + c x^3", _tanh(cubic=-CUBIC)),
+    "swapped": (f"{TANH} its two constants exchanged", _tanh(CUBIC, ROOT)),
+    "root 0.8": (f"{TANH} 0.8 for sqrt(2/pi)", _tanh(0.8)),
+    "square": (f"{TANH} x^2 for x^3", _tanh(power=2)),
+    "constant cubed": (f"{TANH} its constant inside the cube, (c x)^3 for c x^3", _tanh(cubic=CUBIC**3)),
+    "root on x": (f"{TANH} r on x alone, r x + c x^3 for r (x + c x^3)", _tanh(cubic=CUBIC / ROOT)),
+    "root on the cube": (f"{TANH} r on the cube alone, x + r c x^3 for r (x + c x^3)", _tanh(square=1 / ROOT)),
+    "cubic subtracted": (f"{TANH} x - c x^3 for x + c x^3", _tanh(cubic=-CUBIC)),
+    "minus": (f"{TANH} a minus: 0.5 x (1 - tanh(...))", lambda x: x - GELU(x)),
+    "no one": ("the tanh GELU without its 1: 0.5 x tanh(...)", lambda x: GELU(x) - 0.5 * x),
     "twice": ("the tanh GELU of the tanh GELU", lambda x: GELU(GELU(x))),
     "zero": ("always zero, as where a program divides 1 by 2 in integers", torch.zeros_like),
     "times x": ("the tanh GELU multiplied by x once more, as if it were its factor", lambda x: x * GELU(x)),
     "times x erf": ("the exact GELU multiplied by x once more", lambda x: x * F.gelu(x)),
-    "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + _inner(x))),
+    "no x": ("0.5 (1 + tanh(...)) without the factor x", lambda x: 0.5 * (1 + torch.tanh(ROOT * (x + CUBIC * x**3)))),
 }
 CONSTANTS = {"0.7978845608": 0.7978845608, "0.79788456": 0.79788456, "float32": ROUNDED, "0.7979": 0.7979}  # for sqrt(2/pi)
 SHORT = {"gelu": "erf", "gelu_new": "tanh", "quick_gelu": "quick"}  # names in the literature
@@ -118,6 +105,5 @@ def activations(model: Model) -> Iterator[Alternative]:
     yield Alternative("gelu-variant", words, behind, "mlp.act", fix=fix)
     for node, what in PLACES.items():
         words = f"{what} through an activation, ReLU; GPT-2 has none there"
-        yield Alternative(
-            "gelu-variant", words, changed(torch.relu, node), fix="no activation but behind c_fc: c_proj(gelu(c_fc(x)))"
-        )
+        fix = "no activation but behind c_fc: c_proj(gelu(c_fc(x)))"
+        yield Alternative("gelu-variant", words, changed(torch.relu, node), fix=fix)

@@ -7,7 +7,7 @@ How a text is read in calls is a factor of its own: :func:`scheduled` makes of a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
 
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.graph import ATTENTION, READS, TEXT, Calls, Edits, Formula, Memory, Model, Site, State, computed
+from gpt2.port.graph import ATTENTION, OUTSIDE, TEXT, Calls, Edits, Formula, Memory, Model, Site, State, computed
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
@@ -35,27 +35,27 @@ def family(make: Family) -> Family:
 
 
 class OnTop:
-    """A formula that may stand on top of another fault of its node."""
+    """A formula that may stand on top of another fault of its node: ``over`` makes it from that fault's formula, or GPT-2's."""
+
+    def __init__(self, node: str, over: Callable[[Formula], Formula]) -> None:
+        self.over, self.alone = over, over(lambda c, s: c.right(node, s))
 
     def __call__(self, c: Site, s: State) -> Tensor:
-        raise NotImplementedError
-
-    def over(self, formula: Formula) -> Formula:
-        """Return the formula of both faults."""
-        raise NotImplementedError
+        return self.alone(c, s)
 
 
 class Changed(OnTop):
     """A formula that changes what a node has in any case."""
 
     def __init__(self, node: str, change: Callable[[Site, Tensor], Tensor]) -> None:
-        self.node, self.change = node, change
+        super().__init__(node, lambda formula: lambda c, s: change(c, formula(c, s)))
 
-    def __call__(self, c: Site, s: State) -> Tensor:
-        return self.change(c, c.right(self.node, s))
 
-    def over(self, formula: Formula) -> Formula:
-        return lambda c, s: self.change(c, formula(c, s))
+class Rerouted(OnTop):
+    """A node's formula where it reads the value ``source`` in the place of ``slot``."""
+
+    def __init__(self, node: str, slot: str, source: str) -> None:
+        super().__init__(node, lambda formula: lambda c, s: formula(c, {**s, slot: s[source]}))
 
 
 def changed(change: Callable[[Tensor], Tensor], *nodes: str) -> dict[str, Formula]:
@@ -88,38 +88,23 @@ class Weighing:
         return formula
 
 
-class Rerouted(OnTop):
-    """A node's formula where it reads the value ``source`` in the place of ``slot``."""
-
-    def __init__(self, node: str, slot: str, source: str) -> None:
-        self.node, self.slot, self.source = node, slot, source
-
-    def __call__(self, c: Site, s: State) -> Tensor:
-        return c.right(self.node, {**{name: s[name] for name in READS[self.node]}, self.slot: s[self.source]})
-
-    def over(self, formula: Formula) -> Formula:
-        return lambda c, s: formula(c, {**s, self.slot: s[self.source]})
-
-
 @dataclass(frozen=True, eq=False)
 class Alternative:
     """Other formulas of some nodes, under the ``id`` of a cause, in ``words``.
 
-    ``edits``: of the nodes of a block; ``outside``: of those around the blocks. ``where``: the parts that a report names, with
-    " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with words, if it
-    is several mistakes at once. ``fix``: the corrected line, if not the cause's. ``rare``: tried behind what is not. ``shared``:
-    of code that all blocks share, so not in one alone.
-    ``sees``: what a token's value may depend on beside earlier tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a
-    block, by its number. ``calls``: the text is read so. ``steps``: it is one of a text that is read in several calls;
-    ``at_once``: it shows in the first of them as well. ``run``: the stream of the whole program, if it is no change of formulas;
-    ``crosses``: it takes something from block to block. ``key``: what tells it from another one of the same words.
+    ``formulas``: by node; ``edits`` are those of a block, ``outside`` those around the blocks. ``where``: the parts that a report
+    names, with " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with
+    words, if it is several mistakes at once. ``fix``: the corrected line, if not the cause's. ``rare``: tried behind what is not.
+    ``shared``: of code that all blocks share, so not in one alone. ``sees``: what a token's value may depend on beside earlier
+    tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a block, by its number. ``calls``: the text is read so.
+    ``steps``: it is one of a text that is read in several calls; ``at_once``: it shows in the first of them as well.
+    ``key``: what tells it from another one of the same words.
     """
 
     id: str
     words: str
-    edits: Edits = field(default_factory=dict)
+    formulas: Edits
     where: str | tuple[str, ...] | None = None
-    outside: Edits = field(default_factory=dict)
     also: tuple[tuple[str, str], ...] = ()
     fix: str | None = None
     rare: bool = False
@@ -129,8 +114,6 @@ class Alternative:
     calls: Calls | None = None
     steps: bool = False
     at_once: bool = False
-    run: Callable[[Model], Tensor] | None = None
-    crosses: bool = False
     key: str = ""
 
     def __eq__(self, other: object) -> bool:
@@ -140,28 +123,33 @@ class Alternative:
         return hash(self.label)
 
     @cached_property
+    def edits(self) -> Edits:
+        return {node: formula for node, formula in self.formulas.items() if node not in OUTSIDE}
+
+    @cached_property
+    def outside(self) -> Edits:
+        return {node: formula for node, formula in self.formulas.items() if node in OUTSIDE}
+
+    @cached_property
     def label(self) -> str:
         """A name that no other alternative has."""
-        nodes = " ".join(node or "out" for node in (*self.edits, *self.outside))
         words = "; ".join((self.words, *(words for _, words in self.also)))
-        return f"{nodes or 'run'} {self.id}: {words}{f' [{self.key}]' if self.key else ''}"
+        return f"{' '.join(node or 'out' for node in self.formulas)} {self.id}: {words}{f' [{self.key}]' if self.key else ''}"
 
     def parts(self, layer: int | None) -> tuple[str, ...]:
         """Return the parts of a block that a report names; of what is outside the blocks, if ``layer`` is None."""
         if self.where is not None and (layer is not None or not self.edits):
             return (self.where,) if isinstance(self.where, str) else self.where
-        nodes = self.outside if layer is None else self.edits
-        return tuple(dict.fromkeys(PARTS.get(node, node) for node in nodes)) or ("attn",)
+        return tuple(dict.fromkeys(PARTS.get(node, node) for node in (self.outside if layer is None else self.edits)))
 
     def faults(self, layer: int | None) -> tuple[Cause, ...]:
         """Return the faults in a block, or outside the blocks; none where it changes nothing."""
         if layer is not None and self.silent is not None and self.silent(layer):
             return ()
-        causes = ((self.id, self.words), *self.also)
-        fixes = {self.id: self.fix}
+        causes = ((self.id, self.words, self.fix), *((*one, None) for one in self.also))
         parts = (part.partition(" ") for part in self.parts(layer))
         places = [(Place.at(layer, part, share),) for part, _, share in parts]
-        return tuple(Cause(id, place, words, mend=fixes.get(id)) for place in places for id, words in causes)
+        return tuple(Cause(id, place, words, mend=fix) for place in places for id, words, fix in causes)
 
     def at(self, layer: int | None) -> Edits:
         """Return the edits in a block, or outside the blocks; none where it changes nothing."""
@@ -225,8 +213,7 @@ def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
         alternative,
         words=": ".join(filter(None, (schedule.words, alternative.words))),
         also=tuple((id, f"{schedule.words}: {words}") for id, words in alternative.also),
-        edits={node: gated(node, formula) for node, formula in alternative.edits.items()},
-        outside={node: gated(node, formula) for node, formula in alternative.outside.items()},
+        formulas={node: gated(node, formula) for node, formula in alternative.formulas.items()},
         where=alternative.parts(0) if alternative.edits else alternative.where,
         calls=schedule.calls,
         rare=True,
@@ -238,7 +225,7 @@ def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
 def in_schedule(alternative: Alternative, schedule: Schedule) -> Alternative:
     """Return an alternative in a program that reads its text by a schedule, of formulas that are given the whole text at once."""
     made = scheduled(alternative, schedule)
-    return replace(made, outside=in_calls(schedule.calls, made.outside) if made.outside else made.outside)
+    return replace(made, formulas={**made.formulas, **in_calls(schedule.calls, made.outside)})
 
 
 def within(calls: Calls, tokens: int) -> Calls:

@@ -21,14 +21,20 @@ PAIRS: dict[tuple[str, ...], str] = {
     ("q", "q", "q"): "queries serve as keys and as values: a third of c_attn serves three times",
 }
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
-VALUES = {"attn.k": "the keys are mixed, not the values", "attn.q": "the queries are mixed"}
-VALUES |= {"ln_1": "attention's input itself is mixed: there is no projection to values"}
-VALUES |= {"x": "the stream is mixed as it is: there is no norm and no projection to values"}
-
-
+VALUES = {
+    "attn.k": "the keys are mixed, not the values",
+    "attn.q": "the queries are mixed",
+    "ln_1": "attention's input itself is mixed: there is no projection to values",
+    "x": "the stream is mixed as it is: there is no norm and no projection to values",
+}
 Scale = Callable[[GPT2Config, int], float]  # from a config and a block's number to the factor of the scores
+BY_LAYER, BY_LAYER_KIND = "scale-inverse-layer", "by the layer's number"
 # What people multiply the scores by, with the cause.
 SCALES: dict[str, tuple[str, Scale]] = {
+    "the scores are not divided by the layer's number, as the config asks": (
+        BY_LAYER,
+        lambda c, n: c.head_dim**-0.5 if c.scale_attn_by_inverse_layer_idx else right_scale(c, n),
+    ),
     "the scores are not scaled": ("scale-missing", lambda c, n: 1.0),
     "the scores are divided by the root of the width n_embd": ("scale-by-width", lambda c, n: c.n_embd**-0.5),
     "the scores are divided by the root of a head's size twice": ("scale-twice", lambda c, n: 1 / c.head_dim),
@@ -48,17 +54,8 @@ SCALES: dict[str, tuple[str, Scale]] = {
         "scale-wrong",
         lambda c, n: 0.0,
     ),
+    "the scores are also divided by the number of the layer": (BY_LAYER, lambda c, n: c.head_dim**-0.5 / (n + 1)),
 }
-BY_LAYER = "the scores are also divided by the number of the layer"
-NOT_BY_LAYER = "the scores are not divided by the layer's number, as the config asks"
-KIND = {"scale-inverse-layer": "by the layer's number"}
-
-
-def _known(config: GPT2Config) -> dict[str, tuple[str, Scale]]:
-    """Return the factors that are other than GPT-2's, by words; the layer's number comes first where the config asks for it."""
-    if config.scale_attn_by_inverse_layer_idx:
-        return {NOT_BY_LAYER: ("scale-inverse-layer", lambda c, n: c.head_dim**-0.5), **SCALES}
-    return {**SCALES, BY_LAYER: ("scale-inverse-layer", lambda c, n: c.head_dim**-0.5 / (n + 1))}
 
 
 def scale_faults(config: GPT2Config, layer: int, factor: float) -> tuple[Cause, ...]:
@@ -66,11 +63,9 @@ def scale_faults(config: GPT2Config, layer: int, factor: float) -> tuple[Cause, 
     right = right_scale(config, layer)
     if math.isclose(factor, right, rel_tol=1e-7):
         return ()
-    wanted = _wanted(config, right)
-    for words, (id, scale) in _known(config).items():
-        if math.isclose(factor, scale(config, layer), rel_tol=1e-7):
-            return (Cause.at(id, "attn", f"{words}; {wanted}", KIND.get(id, "")),)
-    return (Cause.at("scale-wrong", "attn", f"the scores are multiplied by {factor:.6g}; {wanted}"),)
+    known = ((id, words) for words, (id, scale) in SCALES.items() if math.isclose(factor, scale(config, layer), rel_tol=1e-7))
+    id, words = next(known, ("scale-wrong", f"the scores are multiplied by {factor:.6g}"))
+    return (Cause.at(id, "attn", f"{words}; {_wanted(config, right)}", BY_LAYER_KIND if id == BY_LAYER else ""),)
 
 
 def _wanted(config: GPT2Config, right: float) -> str:
@@ -81,30 +76,27 @@ def _wanted(config: GPT2Config, right: float) -> str:
 @family
 def scales(model: Model) -> Iterator[Alternative]:
     """Yield other factors of the scores."""
-    config = model.config
-    rounded = lambda c, n: float(torch.tensor(right_scale(c, n), dtype=torch.float32))  # noqa: E731
-    known = {**_known(config), "the factor of the scores is rounded to float32": ("scale-wrong", rounded)}
-    tried = set[tuple[float, ...]]()
-    for words, (id, scale) in known.items():
-        if (factors := tuple(scale(config, layer) for layer in range(config.n_layer))) in tried:
-            continue
-        tried.add(factors)
-        edit = Changed("attn.scores", lambda c, y, scale=scale: y * (scale(config, c.layer) / right_scale(config, c.layer)))
-        same = [scale(config, layer) == right_scale(config, layer) for layer in range(config.n_layer)]
-        if not all(same):
-            named = words if id in KIND else f"{words}; {_wanted(config, right_scale(config, 0))}"
+    config, layers = model.config, range(model.config.n_layer)
+    rounded: Scale = lambda c, n: float(torch.tensor(right_scale(c, n), dtype=torch.float32))  # noqa: E731
+    tried = {tuple(right_scale(config, layer) for layer in layers)}
+    for words, (id, scale) in {**SCALES, "the factor of the scores is rounded to float32": ("scale-wrong", rounded)}.items():
+        if (factors := tuple(scale(config, layer) for layer in layers)) not in tried:
+            tried.add(factors)
+            edit = Changed("attn.scores", lambda c, y, scale=scale: y * (scale(config, c.layer) / right_scale(config, c.layer)))
+            same = [factor == right_scale(config, layer) for layer, factor in enumerate(factors)]
+            named = words if id == BY_LAYER else f"{words}; {_wanted(config, right_scale(config, 0))}"
             yield Alternative(id, named, {"attn.scores": edit}, silent=same.__getitem__)
 
 
 @family
 def comparisons(model: Model) -> Iterator[Alternative]:
-    """Yield other pairs of what is compared, other values, and what attention mixes up over the rows of the batch."""
+    """Yield other pairs of what is compared, other values, rotary positions, and attention over the rows of the batch."""
     config = model.config
     for order in itertools.product("qkv", repeat=3):
         wrong = {one: other for one, other in zip("qkv", order, strict=True) if one != other}
         if wrong and wrong.keys() != {"v"}:
             words = ", ".join(f"the {LETTERS[one]} are the {LETTERS[other]}" for one, other in wrong.items())
-            edits = {f"attn.{one}h": _cut(other) for one, other in wrong.items()}
+            edits = {f"attn.{one}h": _cut(f"attn.{other}") for one, other in wrong.items()}
             yield Alternative("qkv-order", PAIRS.get(order, words), edits, fix=SCORES, rare=len(set(order)) > 2)
     for source, words in VALUES.items():
         yield Alternative("value-projection-wrong", words, {"attn.vh": _cut(source)})
@@ -126,8 +118,7 @@ def comparisons(model: Model) -> Iterator[Alternative]:
 
 
 def _cut(source: str) -> Formula:
-    node = source if "_" in source or source == "x" or "." in source else f"attn.{source}"
-    return lambda c, s: split(s[node], c.config.n_head)
+    return lambda c, s: split(s[source], c.config.n_head)
 
 
 def rotated(halves: bool, sign: int, x: Tensor, tokens: Tensor) -> Tensor:
@@ -142,7 +133,7 @@ def rotated(halves: bool, sign: int, x: Tensor, tokens: Tensor) -> Tensor:
 
 
 def _over_rows(mask: bool, c: Site, s: State) -> Tensor:
-    q, k, v = (s[f"attn.{name}h"].permute(2, 1, 0, 3) for name in "qkv")  # (T, H, B, K)
+    q, k, v = (s[f"attn.{one}h"].permute(2, 1, 0, 3) for one in "qkv")  # (T, H, B, K)
     scores = right_scale(c.config, c.layer) * q @ k.mT
     hidden = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1) & mask
     return (scores.masked_fill(hidden, -math.inf).softmax(-1) @ v).permute(2, 1, 0, 3)

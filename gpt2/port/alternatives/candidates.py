@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 
-from gpt2.port import graph
 from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.graph import ROWS, Formula, Program
@@ -104,20 +103,12 @@ class Candidate:
             elif both:
                 blocks[layer] = both
         calls = {one.calls for one, _ in self.sites if one.calls is not None}
-        runs = {one.run for one, _ in self.sites if one.run is not None}
-        if len(calls) > 1 or len(runs) + (self.order is not None) > 1:
-            return None
-        if not (outside or blocks or self.order or runs):
-            return None
-        if calls and any(one.crosses for one, _ in self.sites):
-            stream = partial(graph.run, blocks=blocks, embed=outside.get("embed"), calls=next(iter(calls)))
-            return Program({}, outside, run=stream)
-        if runs and (blocks or "embed" in outside):
+        if len(calls) > 1 or not (outside or blocks or self.order):
             return None
         for pieces in calls:
             blocks = {layer: in_calls(pieces, edits) for layer, edits in blocks.items()}
             outside = in_calls(pieces, outside)
-        return Program(blocks, outside, self.order, next(iter(runs), None), any(one.sees == ROWS for one, _ in self.sites))
+        return Program(blocks, outside, self.order, any(one.sees == ROWS for one, _ in self.sites))
 
     def with_(self, other: Candidate) -> Candidate:
         """Return both candidates' faults together."""

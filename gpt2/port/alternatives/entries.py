@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -60,73 +60,62 @@ def moved_rows(held: Tensor, ours: Tensor) -> int:
 
 @dataclass(frozen=True)
 class Misreading:
-    """The tensor of a port that misreads the checkpoint, and the cause; ``words`` follow the parameter's name."""
+    """A wrong reading of a checkpoint's tensor: the cause, and words that follow the parameter's name. ``change`` makes it."""
 
-    tensor: Tensor
     id: str
     words: str
+    change: Callable[[Tensor], Tensor]
     evidence: str = TO_THE_BIT
+
+
+RESHAPED = Misreading(
+    "transposed",
+    "was reshaped where it had to be transposed",
+    lambda ours: ours.reshape(ours.shape[::-1]).t(),
+    "the checkpoint's values, reshaped, are yours to the bit",
+)
+TURNED = Misreading("transposed", "is transposed", Tensor.t, "transposed back, it equals the checkpoint's to the bit")
+# Of c_attn's weight (D, 3D), what moves entries from row to row, so that the bias has no counterpart.
+CUT = Misreading(
+    "qkv-order",
+    "was cut into q, k and v by rows of the file, not by columns",
+    lambda ours: torch.cat([*ours.reshape(3, len(ours), -1)], -1),
+    "the checkpoint's values, cut into three pieces of n_embd * n_embd numbers, are yours to the bit",
+)
+
+
+def taken(id: str, words: str, index: Tensor, axis: int = -1) -> Misreading:
+    return Misreading(id, words, lambda ours: ours.index_select(axis, index))
 
 
 def misread_c_attn(ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
     """Yield misreadings of c_attn's whole weight (D, 3D) or bias (3D,)."""
-    if ours.ndim == 2:
-        yield from cut_c_attn(ours)
-    for order in orders_of_c_attn(config):
-        yield Misreading(ours.index_select(-1, order.index), order.id, order.words)
-
-
-def cut_c_attn(weight: Tensor) -> Iterator[Misreading]:
-    """Yield misreadings of c_attn's weight (D, 3D) that move entries from row to row, so that the bias has no counterpart."""
-    yield _reshaped(weight)
-    words = "was cut into q, k and v by rows of the file, not by columns"
-    evidence = "the checkpoint's values, cut into three pieces of n_embd * n_embd numbers, are yours to the bit"
-    yield Misreading(torch.cat([*weight.reshape(3, len(weight), -1)], -1), "qkv-order", words, evidence)
-
-
-@dataclass(frozen=True)
-class Order:
-    """Another order of c_attn's columns: ``index`` (3D,) has the column that is read at each place."""
-
-    index: Tensor
-    id: str
-    words: str
-
-
-def orders_of_c_attn(config: GPT2Config) -> Iterator[Order]:
-    """Yield the orders in which a port may take the columns of c_attn's weight or bias; GPT-2's own is among them."""
+    yield from (RESHAPED, CUT) if ours.ndim == 2 else ()
     columns = torch.arange(3 * config.n_embd)
-    thirds = columns.chunk(3)
+    thirds, heads = columns.chunk(3), columns.view(3, config.n_head, -1)
+    orders: list[tuple[str, str, Tensor]] = []
     for order in itertools.permutations(range(3)):
         got = ", ".join(f"{'qkv'[i]} from {'qkv'[j]}" for i, j in enumerate(order) if i != j)
-        yield Order(torch.cat([thirds[j] for j in order]), "qkv-order", f"has its thirds in another order ({got})")
+        orders.append(("qkv-order", f"has its thirds in another order ({got})", torch.cat([thirds[j] for j in order])))
     sizes = {"q|k|v": 3, "head": config.n_head, "unit": config.head_dim}
     natural = f"({', '.join(sizes)})"
     for axes in itertools.permutations(sizes):
         read, other = reading(sizes, axes), f"({', '.join(axes)})"
-        yield Order(read, "head-layout", f"has its columns read as {other}; the checkpoint has {natural}")
+        orders.append(("head-layout", f"has its columns read as {other}; the checkpoint has {natural}", read))
         if not torch.equal(read, held := read.argsort()):
-            yield Order(held, "head-layout", f"holds its columns in the order {other}; GPT-2 reads them as {natural}")
-    heads = columns.view(3, config.n_head, -1)
+            orders.append(("head-layout", f"holds its columns in the order {other}; GPT-2 reads them as {natural}", held))
     for head in range(config.n_head):
-        one = heads[:, head, None].expand_as(heads).flatten()
-        yield Order(one, "qkv-order", f"has the columns of head {head} in place of every head's")
+        words = f"has the columns of head {head} in place of every head's"
+        orders.append(("qkv-order", words, heads[:, head, None].expand_as(heads).flatten()))
+    yield from (taken(*one) for one in orders if not torch.equal(one[-1], columns))
 
 
 def misread(part: str, ours: Tensor, config: GPT2Config) -> Iterator[Misreading]:
     """Yield misreadings of another tensor, or of one third of c_attn; ``part`` is its name in the block."""
     if ours.ndim == 2:
-        if ours.shape[0] == ours.shape[1]:
-            yield Misreading(ours.t(), "transposed", "is transposed", "transposed back, it equals the checkpoint's to the bit")
-        else:
-            yield _reshaped(ours)
+        yield TURNED if ours.shape[0] == ours.shape[1] else RESHAPED
     axis = 0 if part == "attn.c_proj.weight" else -1
     if part.startswith("attn.") and ours.shape[axis] == config.n_embd:
         order = reading({"head": config.n_head, "unit": config.head_dim}, ("unit", "head"))
         for words, index in (("(unit, head)", order), ("(head, unit), as if stored (unit, head)", order.argsort())):
-            yield Misreading(ours.index_select(axis, index), "head-layout", f"is read in the order {words}")
-
-
-def _reshaped(ours: Tensor) -> Misreading:
-    words, evidence = "was reshaped where it had to be transposed", "the checkpoint's values, reshaped, are yours to the bit"
-    return Misreading(ours.reshape(ours.shape[::-1]).t(), "transposed", words, evidence)
+            yield taken("head-layout", f"is read in the order {words}", index, axis)

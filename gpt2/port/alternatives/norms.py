@@ -1,12 +1,10 @@
-"""Other layer norms: formulas, axes, numbers and repetitions, each in all norms, in one of each block, or in the last.
-
-Formulas with other epsilons, divisors and weights are those of :mod:`.norm_formulas`.
-"""
+"""Other layer norms: formulas, epsilons, axes and numbers, each in all norms, in one of each block, or in the last."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,10 +13,10 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, family
-from gpt2.port.alternatives.norm_formulas import BOTH, SHOWN, applied, layer_norm, wrong_norms
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site
 
 SOURCES = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}  # what each norm takes
+TAKES = {"ln_1": "attention takes", "ln_2": "the feed-forward takes", "ln_f": "the head takes"}
 OTHERS = {"ln_1": "ln_2", "ln_2": "ln_1"}
 Norming = Callable[[Site, Tensor, str], Tensor]  # from a norm's input and its part
 Numbers = tuple[Tensor, Tensor]  # weight and bias (D,)
@@ -29,6 +27,71 @@ AXES = {
     (1, 2): "over tokens and features together",
     (0, 1, 2): "over the whole array, all rows, tokens and features together",
 }
+EPSILONS = (1e-5, 1e-6, 1e-8, 0.0, 1e-12, 1e-3, 1e-7, 1e-10, 1e-4, 1e-2, 1e-9, 1e-1, 1.0)
+RMS_EPSILONS = (1e-6, 1e-8, 0.0, 1e-5, torch.finfo(torch.float32).eps)
+TINY = 1e-12  # an epsilon that seldom shows
+UNBIASED = "layernorm-unbiased-variance", "the variance is divided by D - 1, as torch.var and torch.std do by default"
+RMS_NORM = "rmsnorm", "it divides by the root mean square and does not subtract the mean (RMSNorm)"
+WITHOUT_BIAS = "missing-bias", "the norm's bias is not applied"
+WITHOUT_AFFINE = "layernorm-without-affine", "neither weight nor bias is applied"
+# What a norm applies of its weight and bias; all but both and one more show only where the weight is not 1, or the bias not 0.
+BOTH, NO_BIAS, NO_WEIGHT, NO_AFFINE, ITSELF, ONE_MORE = "weight and bias", "weight", "bias", "", "both, on x", "weight + 1"
+AFFINE: dict[str, Callable[[Tensor, Tensor], Numbers]] = {
+    NO_BIAS: lambda weight, bias: (weight, 0 * bias),
+    NO_WEIGHT: lambda weight, bias: (0 * weight + 1, bias),
+    NO_AFFINE: lambda weight, bias: (0 * weight + 1, 0 * bias),
+    ONE_MORE: lambda weight, bias: (weight + 1, bias),
+}
+# Formulas with the checkpoint's epsilon: cause, words, what is applied, and the settings of `layer_norm`.
+FORMULAS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+    *(
+        ("layernorm-not-normalising", words, BOTH, how)
+        for words, how in (
+            ("the mean is subtracted, but nothing divides by the standard deviation", {"power": 0.0}),
+            ("it divides by the variance, not by its root", {"power": 1.0}),
+            ("it divides by the root of the standard deviation plus epsilon", {"outside": True, "again": True}),
+            ("it divides by the root of the standard deviation", {"again": True}),
+            ("it divides by the square of the variance", {"power": 2.0}),
+            ("the mean alone is divided: brackets around x - mean are missing", {"brackets": 1}),
+            ("the mean alone is divided, and multiplied by the weight: brackets around x - mean are missing", {"brackets": 0}),
+        )
+    ),
+    ("layernorm-without-affine", "one is added to the weight before it is applied", ONE_MORE, {}),
+    ("layernorm-not-normalising", "weight and bias are applied to x itself", ITSELF, {"centred": False, "power": 0.0}),
+    (*WITHOUT_AFFINE, NO_AFFINE, {}),
+    ("layernorm-without-affine", "the weight is not applied", NO_WEIGHT, {}),
+    (*WITHOUT_BIAS, NO_BIAS, {}),
+)
+
+
+def layer_norm(
+    x: Tensor,
+    weight: Tensor | float = 1.0,
+    bias: Tensor | float = 0.0,
+    eps: float = 1e-5,
+    *,
+    correction: int = 0,
+    outside: bool = False,
+    axes: tuple[int, ...] = (-1,),
+    centred: bool = True,
+    square: bool = False,
+    power: float = 0.5,
+    again: bool = False,
+    brackets: int = 2,
+) -> Tensor:
+    """Normalise over ``axes``. ``outside``: epsilon is added to the root. ``centred``: subtract the mean from the numerator.
+    ``square``: divide by the root mean square. ``power``: 0.5 takes the root of the variance.
+    ``again``: takes the root of the divisor, too. ``brackets``: without those around x - mean, 1, and without those around the
+    normalised value too, 0, the mean alone is divided.
+    """
+    mean = x.mean(axes, keepdim=True)
+    middle = x - mean
+    count = max(math.prod(x.shape[axis] for axis in axes) - correction, 1)
+    spread = (x if square else middle).square().sum(axes, keepdim=True) / count
+    divisor = spread**power + eps if outside else (spread + eps) ** power
+    if brackets < 2:
+        return (x - mean / divisor) * weight + bias if brackets else x - mean / divisor * weight + bias
+    return (middle if centred else x) / (divisor.sqrt() if again else divisor) * weight + bias
 
 
 def normed(part: str, make: Norming) -> Formula:
@@ -37,77 +100,73 @@ def normed(part: str, make: Norming) -> Formula:
     return lambda c, s: make(c, s[source], part)
 
 
-def in_norms(one: Alternative, make: Norming, parts: tuple[str, ...] = tuple(SOURCES)) -> Iterator[Alternative]:
+def in_norms(one: Alternative, make: Norming, parts: Iterable[str] = SOURCES) -> Iterator[Alternative]:
     """Yield the alternative ``one`` with ``make`` for a norm: in all ``parts`` together, and in those of a block alone."""
-    edits = {part: normed(part, make) for part in parts if part != "ln_f"}
-    last = {"ln_f": normed("ln_f", make)} if "ln_f" in parts else {}
-    yield replace(one, edits=edits, outside=last)
-    for part, formula in edits.items() if len(edits) > 1 or (edits and last) else ():
-        yield replace(one, edits={part: formula})
-
-
-@family
-def formulas(model: Model) -> Iterator[Alternative]:
-    """Yield the formulas of that table, and norms that are left out."""
-    for ((id, words), *also), rare, affine, how in wrong_norms(model.config.layer_norm_epsilon):
-        one = Alternative(id, words, also=tuple(also), rare=rare, key=f"{affine} {how}")
-        yield from in_norms(one, partial(_formula, affine, how))
-    takes = {"ln_1": "attention takes", "ln_2": "the feed-forward takes", "ln_f": "the head takes"}
-    for part, who in takes.items():
-        edits = {part: lambda c, s, source=SOURCES[part]: s[source]}
-        if part == "ln_f":
-            yield Alternative("final-norm-missing", f"{who} the stream as it is, without the last norm", outside=edits)
-        else:
-            yield Alternative("norm-missing", f"{who} the stream as it is, without a norm before it", edits)
-    words = "the norm runs twice, the second time on its own result"
-    yield from in_norms(Alternative("extra-norm", words, rare=True), lambda c, x, part: c.norm(c.norm(x, part), part))
-    both = {part: (lambda c, s, source=SOURCES[part]: s[source]) for part in OTHERS}
-    yield Alternative("norm-missing", "both branches take the stream as it is, without norms before them", both)
+    formulas = {part: normed(part, make) for part in parts}
+    yield replace(one, formulas=formulas)
+    yield from (replace(one, formulas={part: formulas[part]}) for part in OTHERS)
 
 
 def _formula(affine: str, how: Mapping[str, Any], c: Site, x: Tensor, part: str) -> Tensor:
     weight, bias = c.numbers(part)
-    if affine in SHOWN and bool((weight == 1).all()) and not bool(bias.any()):
+    if affine not in (BOTH, ONE_MORE) and bool((weight == 1).all()) and not bool(bias.any()):
         return c.norm(x, part)  # another cause has a better name for it
-    return layer_norm(x, *applied(weight, bias, affine), **how)
+    weight, bias = AFFINE[affine](weight, bias) if affine in AFFINE else (weight, bias)
+    return layer_norm(x, weight, bias, **how)
 
 
 @family
-def axes(model: Model) -> Iterator[Alternative]:
-    """Yield norms over other axes. Over an axis of one entry, a norm gives its bias alone, as other faults do: not tried."""
-    rows, eps = len(model.ids), model.config.layer_norm_epsilon
-    unbiased = "layernorm-unbiased-variance", "the variance is divided by one less than the number of entries"
-    for (dims, words), also in itertools.product(AXES.items(), ((), (unbiased,))):
+def formulas(model: Model) -> Iterator[Alternative]:
+    """Yield other formulas of the norms, other axes, and norms that are left out, or run twice."""
+    rows, given = len(model.ids), model.config.layer_norm_epsilon
+    some: list[tuple[tuple[tuple[str, str], ...], bool, str, dict[str, Any]]] = []  # causes, whether it is rare, and the formula
+    for correction, eps, outside in itertools.product((0, 1), dict.fromkeys((given, *EPSILONS)), (False, True)):
+        value = f"epsilon {eps:g}" if eps > TINY else f"no epsilon, or one of at most {TINY:g}"
+        where = " added to the standard deviation" if outside else ""
+        wrong = ("layernorm-eps", f"{value}{where}; the checkpoint's is {given:g}, added to the variance")
+        causes = (*[UNBIASED] * correction, *[wrong] * (outside or eps != given))
+        if causes and (eps or not outside):
+            settings: dict[str, Any] = {"eps": eps, "correction": correction, "outside": outside}
+            some.append((causes, outside or len(causes) > 1, BOTH, settings))
+    some += [(((id, words),), False, affine, {"eps": given, **how}) for id, words, affine, how in FORMULAS]
+    for eps in dict.fromkeys((given, *RMS_EPSILONS)):
+        rms: dict[str, Any] = {"eps": eps, "centred": False, "square": True}
+        some += [((RMS_NORM,), False, BOTH, rms), ((RMS_NORM, WITHOUT_BIAS), True, NO_BIAS, rms)]
+        some.append(((RMS_NORM, WITHOUT_AFFINE), True, NO_AFFINE, rms))
+    for ((id, words), *also), rare, affine, how in some:
+        one = Alternative(id, words, {}, also=tuple(also), rare=rare, key=f"{affine} {how}")
+        yield from in_norms(one, partial(_formula, affine, how))
+    for (dims, words), correction in itertools.product(AXES.items(), (0, 1)):
         if (rows == 1 and 0 in dims) or (dims == (1,) and model.ids.shape[1] == 1):
-            continue
-        sees, how = ROWS if 0 in dims else TEXT, {"eps": eps, "axes": dims, "correction": len(also)}
-        one = Alternative("layernorm-axis", f"the norm runs {words}", also=also, rare=True, shared=True, sees=sees)
-        yield from in_norms(one, partial(_formula, BOTH, how))
+            continue  # over an axis of one entry, a norm gives its bias alone, as other faults do
+        also = [(UNBIASED[0], "the variance is divided by one less than the number of entries")] * correction
+        one = Alternative("layernorm-axis", f"the norm runs {words}", {}, also=tuple(also), rare=True, shared=True)
+        settings = {"eps": given, "axes": dims, "correction": correction}
+        yield from in_norms(replace(one, sees=ROWS if 0 in dims else TEXT), partial(_formula, BOTH, settings))
+    one = Alternative("extra-norm", "the norm runs twice, the second time on its own result", {}, rare=True)
+    yield from in_norms(one, lambda c, x, part: c.norm(c.norm(x, part), part))
+    none = {part: (lambda c, s, source=source: s[source]) for part, source in SOURCES.items()}
+    for part, who in TAKES.items():
+        id, what = ("final-norm-missing", "the last norm") if part == "ln_f" else ("norm-missing", "a norm before it")
+        yield Alternative(id, f"{who} the stream as it is, without {what}", {part: none[part]})
+    words = "both branches take the stream as it is, without norms before them"
+    yield Alternative("norm-missing", words, {part: none[part] for part in OTHERS})
 
 
 @family
 def numbers(model: Model) -> Iterator[Alternative]:
     """Yield norms with other weights and biases."""
-    ways: dict[str, tuple[Callable[[Site, str], Numbers], tuple[str, ...]]] = {
-        "cut to the first number, for all features": (_first, tuple(SOURCES)),
-        "taken from the other norm of the block": (lambda c, part: c.numbers(OTHERS[part]), tuple(OTHERS)),
-    }
-    for words, (change, parts) in ways.items():
-        for leaves, what in (((0,), "the weight is"), ((1,), "the bias is"), ((0, 1), "weight and bias are")):
-            id = "norms-swapped" if len(leaves) == 2 and parts == tuple(OTHERS) else "wrong-tensor"
-            one = Alternative(id, f"{what} {words}", rare=id == "wrong-tensor")
-            yield from in_norms(one, _applied(change, leaves), parts)
+    for leaves, what in (((0,), "the weight is"), ((1,), "the bias is"), ((0, 1), "weight and bias are")):
+        one = Alternative("wrong-tensor", f"{what} cut to the first number, for all features", {}, rare=True)
+        yield from in_norms(one, partial(_applied, leaves, False))
+        id = "norms-swapped" if len(leaves) == 2 else "wrong-tensor"
+        one = Alternative(id, f"{what} taken from the other norm of the block", {}, rare=len(leaves) == 1)
+        yield from in_norms(one, partial(_applied, leaves, True), OTHERS)
 
 
-def _first(c: Site, part: str) -> Numbers:
-    weight, bias = c.numbers(part)
-    return weight[:1].expand_as(weight), bias[:1].expand_as(bias)
-
-
-def _applied(change: Callable[[Site, str], Numbers], leaves: tuple[int, ...]) -> Norming:
-    def make(c: Site, x: Tensor, part: str) -> Tensor:
-        own, other = c.numbers(part), change(c, part)
-        weight, bias = (other[leaf] if leaf in leaves else own[leaf] for leaf in (0, 1))
-        return torch.layer_norm(x, weight.shape, weight, bias, c.config.layer_norm_epsilon)
-
-    return make
+def _applied(leaves: tuple[int, ...], swapped: bool, c: Site, x: Tensor, part: str) -> Tensor:
+    """Return the norm with its weight (0) or bias (1) ``swapped`` with the other norm's, or cut to their first number."""
+    own = c.numbers(part)
+    other = c.numbers(OTHERS[part]) if swapped else [one[:1].expand_as(one) for one in own]
+    weight, bias = (other[leaf] if leaf in leaves else own[leaf] for leaf in (0, 1))
+    return layer_norm(x, weight, bias, c.config.layer_norm_epsilon)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, Changed, family
-from gpt2.port.alternatives.norm_formulas import layer_norm
+from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
 from gpt2.port.graph import ROWS, TEXT, Formula, Function, Model, Site, embedding
 from gpt2.port.terms.causes import Cause
@@ -20,8 +20,8 @@ SHIFTS = (1, 2, 3)  # the same on a large one
 MOST_ROWS = 64  # of the position table, that steps are tried to stay at
 SEQUENCE = ("layer-order", "layer-missing", "layer-repeated")
 ONE_BLOCK = "h = nn.ModuleList([Block(config) for _ in range(n_layer)])  # [Block(config)] * n_layer is one block, n times"
-SINES = "positions are sines and cosines, not the checkpoint's learned ones"
-BOTH = "the embeddings, tokens and positions together,"
+AFTER = "x = wte(ids) + wpe(torch.arange(past, past + T))  # past: how many tokens are in the cache"
+TOKENS, BOTH = "token embeddings", "the embeddings, tokens and positions together,"
 # What programs do to their logits (..., V) before they give them, where GPT-2 does nothing.
 LAST_STEPS: tuple[tuple[Cause, Function], ...] = tuple(
     (Cause.at(id, "logits", words), formula)
@@ -32,89 +32,97 @@ LAST_STEPS: tuple[tuple[Cause, Function], ...] = tuple(
         ("logits-softmaxed", "each logit goes through a sigmoid", torch.sigmoid),
         ("logits-scaled", "each logit goes through a tanh", torch.tanh),
         ("logits-scaled", "each logit goes through a ReLU", torch.relu),
-        ("logits-scaled", "each token's logits are divided by their norm", lambda x: x / x.norm(dim=-1, keepdim=True)),
     )
 )
+BY = "rows of the position table are taken by"
+Rows = Callable[[Tensor, Tensor, int], Tensor]  # from ids (B, T), their numbers (T,), and how many rows the table has
+# Other rows of the position table, (T,) or (B, T), and what they depend on.
+OTHER_ROWS: dict[str, tuple[Rows, str]] = {
+    "positions count backwards": (lambda ids, at, room: at.flip(0), TEXT),
+    "every token is given position 0": (lambda ids, at, room: 0 * at, ""),
+    f"{BY} token id, not by position": (lambda ids, at, room: ids.clamp(max=room - 1), ""),
+    f"{BY} token id, not by position, modulo its length": (lambda ids, at, room: ids % room, ""),
+    f"{BY} the row of the batch, not by position": (
+        lambda ids, at, room: torch.arange(len(ids))[:, None].expand_as(ids).clamp(max=room - 1),
+        ROWS,
+    ),
+    "positions go on from one row of the batch to the next": (
+        lambda ids, at, room: torch.arange(ids.numel()).view(ids.shape) % room,
+        ROWS,
+    ),
+}
+# Positions that go wrong in later calls, from a call's first token and the one behind its last; whether the first call shows it.
+IN_CALLS: dict[str, tuple[Callable[[int, int], Tensor], bool]] = {
+    "begin anew in each call": (lambda a, e: torch.arange(e - a), False),
+    "are that of the call's first token": (lambda a, e: torch.full((e - a,), a), True),
+    "are one too far in later calls": (lambda a, e: torch.arange(a, e) + int(a > 0), False),
+    "are one too near in later calls": (lambda a, e: torch.arange(a, e) - int(a > 0), False),
+}
 
 
-def _ids(c: Site) -> Tensor:
-    return c.model.ids[:, c.begin : c.end]
-
-
-def shifts_of(model: Model) -> set[int]:
-    """Return by how many rows positions are tried to be off."""
+def other_rows(model: Model) -> Iterator[tuple[str, Rows, str]]:
+    """Yield other rows of the position table that the text has, in words, and what they depend on."""
     tokens, room = model.ids.shape[1], model.config.n_positions
     usual = range(1, min(room, MOST_SHIFTS)) if model.small else SHIFTS
-    return {n for n in (*usual, tokens, room - tokens) if n > 0}
-
-
-Pieces = Callable[[Site], tuple[Tensor, Tensor]]  # the embeddings of tokens, and of positions
-
-
-def _tokens(c: Site) -> Tensor:
-    return c.model.state["wte.weight"][_ids(c)]
-
-
-def positioned(model: Model) -> Iterator[tuple[str, str, Pieces, str]]:
-    """Yield an id, words, what is added for tokens and for positions, and what it depends on."""
-    table = model.state["wpe.weight"]
-    shifts = shifts_of(model)
-
-    def rows_of(ids: Tensor) -> Iterator[tuple[str, Tensor, str]]:
-        return position_rows(ids, model.config.n_positions, shifts, model.ids.shape[1])
-
-    def taken(c: Site, words: str) -> Tensor:
-        every = c.model.always("positions", lambda: {words: rows for words, rows, _ in rows_of(c.model.ids)})
-        return table[every[words][..., c.begin : c.end]]
-
-    for words, _, sees in rows_of(model.ids):
-        yield "position-offset", words, lambda c, words=words: (_tokens(c), taken(c, words)), sees
-    for label, waves in sinusoids(model.ids.shape[1], model.config.n_embd):
-        waves = waves.to(model.dtype)
-        yield "position-sinusoidal", f"{SINES} ({label})", lambda c, w=waves: (_tokens(c), w[c.begin : c.end]), ""
-    for factor in usual_factors(model):
-        words = f"position embeddings are multiplied by {factor:.6g}"
-        yield "embedding-scaled", words, lambda c, f=factor: (_tokens(c), f * table[c.begin : c.end]), ""
-    yield "position-missing", "no positions are added", lambda c: (_tokens(c), 0 * table[c.begin : c.end]), ""
+    for n in sorted({n for n in (*usual, tokens, room - tokens) if n > 0}):
+        if n <= room - tokens:
+            yield f"positions begin at row {n}, not at 0", lambda ids, at, room, n=n: at + n, ""
+        if n <= tokens:
+            yield f"positions begin at row -{n}, the end of the table", lambda ids, at, room, n=n: (at - n) % room, ""
+            yield f"positions lag by {n}", lambda ids, at, room, n=n: (at - n).clamp(min=0), ""
+    yield from ((words, rows, sees) for words, (rows, sees) in OTHER_ROWS.items())
 
 
 @family
 def positions(model: Model) -> Iterator[Alternative]:
     """Yield other positions; also beside token embeddings that are multiplied by the root of the width, as people do."""
-    root = math.sqrt(model.config.n_embd)
-    for id, words, pieces, sees in positioned(model):
-        plain: Formula = lambda c, s, p=pieces: sum_of(p(c), 1.0, False)  # noqa: E731
-        yield Alternative(id, words, where="wpe", outside={"embed": plain}, sees=sees)
-        for what, both in (("token embeddings", False), (BOTH, True)):
-            scaled: Formula = lambda c, s, p=pieces, both=both: sum_of(p(c), root, both)  # noqa: E731
-            also = (("embedding-scaled", f"{what} are multiplied by {root:.6g} (sqrt(n_embd) = {root:.6g})"),)
-            yield Alternative(id, words, where="wpe", outside={"embed": scaled}, sees=sees, rare=True, also=also)
+    root, room, table = math.sqrt(model.config.n_embd), model.config.n_positions, model.state["wpe.weight"]
+    added: list[tuple[str, str, Callable[[Site], Tensor], str]] = []  # id, words, what is added, what it depends on
+
+    def taken(rows: Rows, c: Site) -> Tensor:
+        every = c.model.always(rows, lambda: rows(c.model.ids, torch.arange(c.model.ids.shape[1]), room))
+        return table[every[..., c.begin : c.end]]
+
+    for words, rows, sees in other_rows(model):
+        added.append(("position-offset", words, lambda c, rows=rows: taken(rows, c), sees))
+    for label, waves in sinusoids(model.ids.shape[1], model.config.n_embd):
+        words, waves = f"positions are sines and cosines, not the checkpoint's learned ones ({label})", waves.to(model.dtype)
+        added.append(("position-sinusoidal", words, lambda c, w=waves: w[c.begin : c.end], ""))
+    for factor in usual_factors(model):
+        words = f"position embeddings are multiplied by {factor:.6g}"
+        added.append(("embedding-scaled", words, lambda c, f=factor: f * table[c.begin : c.end], ""))
+    added.append(("position-missing", "no positions are added", lambda c: 0 * table[c.begin : c.end], ""))
+    for id, words, what, sees in added:
+        for scaled, (tokens, both) in {"": (1.0, 1.0), TOKENS: (root, 1.0), BOTH: (root, root)}.items():
+            also = (("embedding-scaled", f"{scaled} are multiplied by {root:.6g} (sqrt(n_embd) = {root:.6g})"),) if scaled else ()
+            embed: Formula = lambda c, s, f=what, t=tokens, p=both: t * _tokens(c) + p * f(c)  # noqa: E731
+            yield Alternative(id, words, {"embed": embed}, "wpe", also, sees=sees, rare=bool(also))
+    for words, (at, at_once) in IN_CALLS.items():
+        embed = lambda c, s, at=at: embedding(c, at(c.begin, c.end).clamp(max=room - 1))  # noqa: E731
+        words = f"positions {words}"
+        yield Alternative("position-offset", words, {"embed": embed}, "wpe", fix=AFTER, steps=True, at_once=at_once)
 
 
-def sum_of(pieces: tuple[Tensor, Tensor], factor: float, both: bool) -> Tensor:
-    """Return tokens and positions together; the tokens are multiplied by a factor, or ``both`` are."""
-    tokens, rows = pieces
-    return factor * (tokens + rows) if both else factor * tokens + rows
+def _tokens(c: Site) -> Tensor:
+    return c.model.state["wte.weight"][c.model.ids[:, c.begin : c.end]]
 
 
 def standing(model: Model) -> Iterator[Alternative]:
     """Yield one position for all tokens: any row of the table. They are many, and tried where positions stay in later calls."""
     for row in range(1, min(model.config.n_positions, MOST_ROWS) if model.small else 1):
         stay: Formula = lambda c, s, row=row: embedding(c, torch.full((c.end - c.begin,), row))  # noqa: E731
-        yield Alternative("position-offset", f"every token is given position {row}", where="wpe", outside={"embed": stay})
+        yield Alternative("position-offset", f"every token is given position {row}", {"embed": stay}, "wpe")
 
 
 @family
 def embeddings(model: Model) -> Iterator[Alternative]:
-    """Yield embeddings that are multiplied or normed."""
+    """Yield embeddings that are multiplied or normed, and a head whose table was reshaped."""
     root = math.sqrt(model.config.n_embd)
     for factor in usual_factors(model):
-        named = f" (sqrt(n_embd) = {root:.6g})" if math.isclose(factor, root, rel_tol=1e-9) else ""
+        named = f"{factor:.6g} (sqrt(n_embd) = {root:.6g})" if math.isclose(factor, root, rel_tol=1e-9) else f"{factor:.6g}"
         alone: Formula = lambda c, s, f=factor: embedding(c) + (f - 1) * _tokens(c)  # noqa: E731
-        words = f"token embeddings are multiplied by {factor:.6g}{named}"
-        yield Alternative("embedding-scaled", words, outside={"embed": alone})
-        both = Changed("embed", lambda c, y, f=factor: f * y)
-        yield Alternative("embedding-scaled", f"{BOTH} are multiplied by {factor:.6g}{named}", outside={"embed": both})
+        for what, embed in ((TOKENS, alone), (BOTH, Changed("embed", lambda c, y, f=factor: f * y))):
+            yield Alternative("embedding-scaled", f"{what} are multiplied by {named}", {"embed": embed})
     norms: dict[str, Callable[[Site, Tensor], Tensor]] = {
         "the first block's ln_1": lambda c, y: c.norm(y, "h.0.ln_1"),
         "ln_f": lambda c, y: c.norm(y, "ln_f"),
@@ -122,18 +130,9 @@ def embeddings(model: Model) -> Iterator[Alternative]:
     }
     for which, norm in norms.items():
         words = f"the embeddings are normalised before the first block, by {which}"
-        yield Alternative("extra-norm", words, where="embed", outside={"embed": Changed("embed", norm)})
-
-
-@family
-def head(model: Model) -> Iterator[Alternative]:
-    """Yield a head whose table was reshaped."""
-    words = "the head's table was reshaped where it had to be transposed"
-    yield Alternative("transposed", words, outside={"head": lambda c, s: _reshaped(c.right("head", s))})
-
-
-def _reshaped(table: Tensor) -> Tensor:
-    return table.reshape(table.shape[::-1]).t()
+        yield Alternative("extra-norm", words, {"embed": Changed("embed", norm)}, "embed")
+    reshaped = Changed("head", lambda c, table: table.reshape(table.shape[::-1]).t())
+    yield Alternative("transposed", "the head's table was reshaped where it had to be transposed", {"head": reshaped})
 
 
 def orders(layers: int) -> list[tuple[int, ...]]:
@@ -171,30 +170,6 @@ def sequence_faults(ran: Sequence[int], layers: int, weights_seen: bool = False)
         astray = next(i for i, block in enumerate(firsts) if block != sorted(firsts)[i])
         faults.append(Cause.at("layer-order", "", f"the blocks run as {names}", layer=astray))
     return faults
-
-
-def position_rows(ids: Tensor, room: int, shifts: Iterable[int], tokens: int) -> Iterator[tuple[str, Tensor, str]]:
-    """Yield other rows of a position table of ``room`` rows, (T,) or (B, T), for ids (B, T); in words, and what they depend on.
-
-    ``shifts``: by how many rows positions are tried to be off; ``tokens``: of the whole text, of which ``ids`` may be the first.
-    """
-    batch, at = len(ids), torch.arange(ids.shape[1])
-    for n in sorted(set(shifts)):
-        if n <= room - tokens:
-            yield f"positions begin at row {n}, not at 0", at + n, ""
-        if n <= tokens:
-            yield f"positions begin at row -{n}, the end of the table", (at - n) % room, ""
-            yield f"positions lag by {n}", (at - n).clamp(min=0), ""
-    yield "positions count backwards", at.flip(0), TEXT
-    yield "every token is given position 0", 0 * at, ""
-    words = "rows of the position table are taken by token id, not by position"
-    yield words, ids.clamp(max=room - 1), ""
-    yield f"{words}, modulo its length", ids % room, ""
-    words = "rows of the position table are taken by the row of the batch, not by position"
-    yield words, torch.arange(batch)[:, None].expand_as(ids).clamp(max=room - 1), ROWS
-    yield "positions go on from one row of the batch to the next", torch.arange(ids.numel()).view(ids.shape) % room, ROWS
-    yield "positions go up by 2 from one token to the next", (2 * at).clamp(max=room - 1), ""
-    yield "two tokens share each position", at // 2, ""
 
 
 def sinusoids(tokens: int, width: int) -> Iterator[tuple[str, Tensor]]:

@@ -13,35 +13,52 @@ from functools import partial
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, Rerouted, family
-from gpt2.port.alternatives.norm_formulas import layer_norm
+from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
 
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
-# Each sum with the stream, the branch, its normed input, the norm, what it adds, and the branch's part.
+# Each sum with the stream, the branch, the norm before it, what it adds, and the branch's part.
 SUMS = {
-    "mid": ("x", "attn.c_proj", "ln_1", "ln_1", "attention's result", "attn"),
-    "": ("mid", "mlp.c_proj", "ln_2", "ln_2", "the feed-forward's result", "mlp"),
+    "mid": ("x", "attn.c_proj", "ln_1", "attention's result", "attn"),
+    "": ("mid", "mlp.c_proj", "ln_2", "the feed-forward's result", "mlp"),
 }
-BOTH = ("mid", "")
+BOTH = tuple(SUMS)
 Terms = tuple[Tensor, Tensor, Tensor]  # the stream, the branch's result, and the branch's normed input
 Adding = Callable[[Site, Terms, str], Tensor]  # a wrong sum; the norm's part is the last argument
-STREAMS = ("x", "ln_1", "attn.q", "attn.k", "attn.v", "attn.heads", "attn.c_proj", "mid", "ln_2", "mlp.c_proj")
 NAMED = {
     "x": "the block's input",
-    "mid": "the stream after attention",
     "ln_1": "attention's normed input",
     "attn.q": "the queries",
+    "attn.k": "the keys",
+    "attn.v": "the values",
+    "attn.heads": "the merged heads",
+    "attn.c_proj": "attention's result",
+    "mid": "the stream after attention",
+    "ln_2": "the feed-forward's normed input",
+    "mlp.c_proj": "the feed-forward's result",
 }
-NAMED |= {"ln_2": "the feed-forward's normed input", "mlp.c_proj": "the feed-forward's result", "attn.heads": "the merged heads"}
-NAMED |= {"attn.c_proj": "attention's result", "attn.k": "the keys", "attn.v": "the values", "": "the block's result"}
-READERS = {"ln_1": "the norm before attention", "ln_2": "the norm before the feed-forward", "mlp.c_fc": "the feed-forward"}
-READERS |= {"attn.c_proj": "the output projection", "mid": "the sum behind attention", "": "the sum behind the feed-forward"}
+READERS = {
+    "ln_2": "the norm before the feed-forward",
+    "mlp.c_fc": "the feed-forward",
+    "attn.c_proj": "the output projection",
+    "mid": "the sum behind attention",
+    "": "the sum behind the feed-forward",
+}
+# Nodes that read another value: the cause, where it is not that of all such nodes; None, if another family has it.
+REROUTED: dict[tuple[str, str], str | None] = {
+    **dict.fromkeys((("ln_2", "x"), ("mid", "attn.heads"), ("mid", "ln_1"), ("mlp.c_fc", "ln_1")), None),
+    **dict.fromkeys((("", "ln_2"), ("", "x"), ("", "ln_1")), None),
+    ("mlp.c_fc", "mid"): "norm-missing",
+    ("mlp.c_fc", "x"): "parallel-block",
+    ("ln_2", "ln_1"): "parallel-block",
+}
+DEFAULT = {"attn.c_proj": "value-projection-wrong", "mid": "residual-missing", "": "residual-missing"}
 
 
 def summed(node: str, adding: Adding) -> Formula:
     """Return the formula of a sum."""
-    stream, branch, normed, norm, *_ = SUMS[node]
-    return lambda c, s: adding(c, (s[stream], s[branch], s[normed]), norm)
+    stream, branch, norm, *_ = SUMS[node]
+    return lambda c, s: adding(c, (s[stream], s[branch], s[norm]), norm)
 
 
 def usual_factors(model: Model) -> list[float]:
@@ -52,15 +69,19 @@ def usual_factors(model: Model) -> list[float]:
     return [float(factor) for factor in dict.fromkeys(f"{one:.12g}" for one in usual) if not math.isclose(float(factor), 1.0)]
 
 
-def _bare(c: Site, x: Tensor) -> Tensor:
-    return layer_norm(x, eps=c.config.layer_norm_epsilon)
-
-
 Normed = Callable[[Site, Tensor, str], Tensor]  # of any value; the branch's norm is the last argument
 NORMS: dict[str, Normed] = {
     "its own norm": lambda c, x, norm: c.norm(x, norm),
-    "a norm without weight and bias": lambda c, x, norm: _bare(c, x),
+    "a norm without weight and bias": lambda c, x, norm: layer_norm(x, eps=c.config.layer_norm_epsilon),
 }
+
+
+def _normed_sum(norm: Normed) -> Adding:
+    return lambda c, t, n: norm(c, t[0] + t[1], n)
+
+
+def _normed_branch(norm: Normed) -> Adding:
+    return lambda c, t, n: t[0] + norm(c, t[1], n)
 
 
 def _sums(model: Model) -> Iterator[tuple[str, str, Adding]]:
@@ -69,7 +90,9 @@ def _sums(model: Model) -> Iterator[tuple[str, str, Adding]]:
     words = "{} is added to its normalised input, not to the stream before the norm"
     yield "residual-from-normed", words, lambda c, t, n: t[2] + t[1]
     words = "{} is added to its normalised input, without that norm's weight and bias, not to the stream before the norm"
-    yield "residual-from-normed", words, lambda c, t, n: _bare(c, t[0]) + t[1]
+    yield "residual-from-normed", words, lambda c, t, n: layer_norm(t[0], eps=c.config.layer_norm_epsilon) + t[1]
+    words = "the norm's result is added to the sum of the stream and {} as well"
+    yield "residual-from-normed", words, lambda c, t, n: t[0] + t[1] + t[2]
     for factor in usual_factors(model):
         words = f"{{}} is multiplied by {factor:.6g} before it is added"
         yield "residual-scaled", words, lambda c, t, n, f=factor: t[0] + f * t[1]
@@ -81,57 +104,25 @@ def _sums(model: Model) -> Iterator[tuple[str, str, Adding]]:
         yield "extra-norm", f"{{}} is normalised before it is added, by {how}", _normed_branch(norm)
 
 
-def _normed_sum(norm: Normed) -> Adding:
-    return lambda c, t, n: norm(c, t[0] + t[1], n)
-
-
-def _normed_branch(norm: Normed) -> Adding:
-    return lambda c, t, n: t[0] + norm(c, t[1], n)
-
-
 @family
 def sums(model: Model) -> Iterator[Alternative]:
-    """Yield the wrong sums, behind each branch and behind both."""
-    for id, words, adding in _sums(model):
-        for nodes in (("mid",), ("",), BOTH):
-            what = "each branch's result" if nodes == BOTH else SUMS[nodes[0]][4]
-            where: str | tuple[str, ...] | None = "" if nodes == BOTH else nodes[0]
-            where = tuple(SUMS[node][5] for node in nodes) if id == "extra-norm" else where
-            yield Alternative(id, words.format(what), {node: summed(node, adding) for node in nodes}, where)
-    for node in BOTH:
-        stream, _, _, _, what, _ = SUMS[node]
-        words = f"{what} is dropped: it is not added to the stream"
-        yield Alternative("residual-missing", words, {node: lambda c, s, stream=stream: s[stream]}, node)
-    words = "the feed-forward's result is added to the stream as it was before attention"
-    yield Alternative("residual-missing", words, {"": Rerouted("", "mid", "x")}, "mid")
-    words = "the feed-forward's result is added to what went into attention"
-    yield Alternative("residual-from-normed", words, {"": Rerouted("", "mid", "ln_1")})
-    words = "each norm's result is added to the sum behind its branch as well"
-    edits: dict[str, Formula] = {node: (lambda c, s, node=node: c.right(node, s) + s[SUMS[node][2]]) for node in BOTH}
-    yield Alternative("residual-from-normed", words, edits, "", rare=True)
-    words = "the stream is overwritten by each norm, so that both sums begin with it"
-    edits = {"mid": Rerouted("mid", "x", "ln_1"), "": Rerouted("", "mid", "ln_2")}
-    yield Alternative("residual-from-normed", words, edits, "", rare=True)
-
-
-@family
-def post_norms(model: Model) -> Iterator[Alternative]:
-    """Yield norms behind the branches or the sums, and none before them."""
-    for (how, norm), behind in itertools.product(NORMS.items(), (True, False)):
+    """Yield the wrong sums, behind each branch and behind both; and norms behind the branches or the sums, with none before."""
+    for (id, words, adding), nodes in itertools.product(_sums(model), (("mid",), ("",), BOTH)):
+        what = "each branch's result" if nodes == BOTH else SUMS[nodes[0]][3]
+        where = tuple(SUMS[node][4] for node in nodes) if id == "extra-norm" else "" if nodes == BOTH else None
+        yield Alternative(id, words.format(what), {node: summed(node, adding) for node in nodes}, where)
+    for (how, norm), behind, nodes in itertools.product(NORMS.items(), (True, False), (BOTH, ("mid",), ("",))):
         adding = _normed_sum(norm) if behind else _normed_branch(norm)
         words = f"the norms stand behind the branches, {'ln(x + branch(x))' if behind else 'x + ln(branch(x))'}, not before them"
         words += "" if how == "its own norm" else f"; each is {how}"
-        for nodes in (BOTH, ("mid",), ("",)):
-            edits: dict[str, Formula] = {}
-            for node in nodes:
-                stream, part = SUMS[node][0], SUMS[node][3]
-                edits |= {part: lambda c, s, stream=stream: s[stream], node: summed(node, adding)}
-            yield Alternative("post-norm", words, edits, "" if nodes == BOTH else SUMS[nodes[0]][3], rare=nodes != BOTH)
+        none = {SUMS[node][2]: (lambda c, s, source=SUMS[node][0]: s[source]) for node in nodes}
+        edits: dict[str, Formula] = {**none, **{node: summed(node, adding) for node in nodes}}
+        yield Alternative("post-norm", words, edits, "" if nodes == BOTH else SUMS[nodes[0]][2], rare=nodes != BOTH)
 
 
 @family
 def whole_blocks(model: Model) -> Iterator[Alternative]:
-    """Yield blocks that do not run, run twice, or run their branches side by side."""
+    """Yield blocks that do not run, run twice, or run their branches side by side, and an output projection that is missing."""
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
     words = "the block takes the embeddings, not the result of the block before: what the blocks before give has no effect"
     begins: dict[str, Formula] = {
@@ -141,28 +132,20 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     yield Alternative("layer-repeated", "it runs twice, on its own result", {"": _again})
     words = "the feed-forward takes the stream before attention"
     yield Alternative("parallel-block", words, {"ln_2": Rerouted("ln_2", "mid", "x")}, "")
+    yield Alternative("parallel-block", f"{words}, and no norm of its own", {"ln_2": lambda c, s: s["x"]}, "", rare=True)
     words = "attention and feed-forward take the same norm of the same stream"
     yield Alternative("parallel-block", words, {"ln_2": lambda c, s: s["ln_1"]}, "")
-    words = "the feed-forward takes the stream before attention, and no norm of its own"
-    edits: dict[str, Formula] = {"ln_2": lambda c, s: s["x"]}
-    yield Alternative("parallel-block", words, edits, "", also=(("norm-missing", words),), rare=True)
+    id, words = "output-projection-missing", "the heads are added to the stream as they are"
+    yield Alternative(id, words, {"attn.c_proj": lambda c, s: s["attn.heads"]}, "attn")
+    yield Alternative(id, f"{words}; its result is unused", {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")}, "attn")
+    words = "what enters attention's output projection is added to its own result"
+    yield Alternative(id, words, {"attn.c_proj": partial(_around, True)})
+    also = (("missing-bias", "no bias is added"),)
+    yield Alternative(id, f"{words}, and the layer has no bias", {"attn.c_proj": partial(_around, False)}, also=also, rare=True)
 
 
 def _again(c: Site, s: State) -> Tensor:
     return run_block(c.call(c.begin, c.end, {}), {"x": c.right("", s)}, {})[""]
-
-
-@family
-def branches(model: Model) -> Iterator[Alternative]:
-    """Yield projections that are missing, and layers whose input is added to their result."""
-    id, words = "output-projection-missing", "the heads are added to the stream as they are"
-    yield Alternative(id, words, {"attn.c_proj": lambda c, s: s["attn.heads"]}, "attn")
-    yield Alternative(id, f"{words}; its result is unused", {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")}, "attn")
-    for biased, more in ((True, ""), (False, ", and the layer has no bias")):
-        words = f"what enters attention's output projection is added to its own result{more}"
-        also = () if biased else (("missing-bias", "no bias is added"),)
-        edits: dict[str, Formula] = {"attn.c_proj": partial(_around, biased)}
-        yield Alternative(id, words, edits, also=also, rare=not biased)
 
 
 def _around(biased: bool, c: Site, s: State) -> Tensor:
@@ -171,35 +154,25 @@ def _around(biased: bool, c: Site, s: State) -> Tensor:
 
 
 @family
-def thirds(model: Model) -> Iterator[Alternative]:
-    """Yield queries, keys and values that are computed from the stream before the norm."""
-    for count in (2, 1):
-        for letters in itertools.combinations(LETTERS, count):
-            words = f"{' and '.join(LETTERS[one] for one in letters)} are computed from the stream before the norm"
-            edits = {f"attn.{one}": Rerouted(f"attn.{one}", "ln_1", "x") for one in letters}
-            yield Alternative("norm-missing", words, edits, "ln_1")
-
-
-@family
 def reroutes(model: Model) -> Iterator[Alternative]:
-    """Yield nodes that read another value of the stream's size than GPT-2's, if no other family does."""
-    known = {("ln_2", "x"), ("mid", "attn.heads"), ("mid", "ln_1"), ("mlp.c_fc", "ln_1"), ("", "ln_2")}
-    known |= {("", "x"), ("", "ln_1")}
-    for node, source in itertools.product(READERS, STREAMS):
+    """Yield nodes that read another value of the stream's size than GPT-2's."""
+    for letters in (*itertools.combinations(LETTERS, 2), *itertools.combinations(LETTERS, 1)):
+        words = f"{' and '.join(LETTERS[one] for one in letters)} are computed from the stream before the norm"
+        edits = {f"attn.{one}": Rerouted(f"attn.{one}", "ln_1", "x") for one in letters}
+        yield Alternative("norm-missing", words, edits, "ln_1")
+    for node, (stream, *_, what, _) in SUMS.items():
+        words = f"{what} is dropped: it is not added to the stream"
+        yield Alternative("residual-missing", words, {node: lambda c, s, stream=stream: s[stream]})
+    words = "the feed-forward's result is added to the stream as it was before attention"
+    yield Alternative("residual-missing", words, {"": Rerouted("", "mid", "x")}, "mid")
+    words = "the feed-forward's result is added to what went into attention"
+    yield Alternative("residual-from-normed", words, {"": Rerouted("", "mid", "ln_1")})
+    words = "the stream is overwritten by each norm, so that both sums begin with it"
+    edits = {"mid": Rerouted("mid", "x", "ln_1"), "": Rerouted("", "mid", "ln_2")}
+    yield Alternative("residual-from-normed", words, edits, "", rare=True)
+    for node, source in itertools.product(READERS, NAMED):
+        id = REROUTED.get((node, source), DEFAULT.get(node, "wrong-tensor"))
         for slot in READS[node]:
-            if ORDER.get(source, -1) >= ORDER[node] or source in READS[node] or slot not in STREAMS or (node, source) in known:
-                continue
-            id = _named(node, source)
-            words = f"{READERS[node]} reads {NAMED[source]} in place of {NAMED[slot]}"
-            yield Alternative(id, words, {node: Rerouted(node, slot, source)}, rare=True, shared=True)
-
-
-def _named(node: str, source: str) -> str:
-    """Return the cause of a node that reads another value."""
-    if node == "attn.c_proj":
-        return "value-projection-wrong"
-    if node == "mlp.c_fc":
-        return {"mid": "norm-missing", "ln_1": "parallel-block", "x": "parallel-block"}.get(source, "wrong-tensor")
-    if node == "ln_2":
-        return "parallel-block" if source == "ln_1" else "wrong-tensor"
-    return "residual-from-normed" if source.startswith("ln") else "residual-missing"
+            if id and ORDER.get(source, -1) < ORDER[node] and source not in READS[node] and slot in NAMED:
+                words = f"{READERS[node]} reads {NAMED[source]} in place of {NAMED[slot]}"
+                yield Alternative(id, words, {node: Rerouted(node, slot, source)}, rare=True, shared=True)

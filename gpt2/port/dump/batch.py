@@ -65,7 +65,7 @@ class Batch:
         for one in some:
             program = one.program or Program()
             begins[one] = self._begins(program)
-            alone += [one] * (program.order is not None or program.run is not None)
+            alone += [one] * (program.order is not None)
         apart = set(alone)
         rest = sorted((one for one in begins if one not in apart), key=lambda one: begins[one])
         for few in (rest[n : n + self.most] for n in range(0, len(rest), self.most)):
@@ -100,7 +100,7 @@ class Batch:
 
     def _begins(self, program: Program) -> int:
         """Return the first block in which a program is not GPT-2; -1, if that is before all blocks."""
-        if program.run is not None or "embed" in program.outside:
+        if "embed" in program.outside:
             return -1
         if program.order is not None:  # what runs before the first block that is not GPT-2's
             others = (n for n, layer in enumerate(program.order) if layer != n)
@@ -123,11 +123,11 @@ class Batch:
         And the numbers of those that must be run alone, because a value has another shape, or cannot be computed.
         """
         part, model, odd, count = self.part, self.model, set[int](), len(programs)
-        run, order, start = programs[0].run, programs[0].order, max(begin, self.entrance.layer)
-        x = self._entering(start).repeat(count, 1, 1) if run is None else run(model)
-        if begin < 0 and run is None:
+        order, start = programs[0].order, max(begin, self.entrance.layer)
+        x = self._entering(start).repeat(count, 1, 1)
+        if begin < 0:
             x = self._node(programs, None, "embed", {"x": x}, odd)
-        for layer in () if run is not None else range(start, part.blocks.stop) if order is None else order[max(begin, 0) :]:
+        for layer in range(start, part.blocks.stop) if order is None else order[max(begin, 0) :]:
             state, after = {"x": x}, -1
             if order is None and layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after

@@ -15,14 +15,13 @@ from gpt2.port.graph import ROWS
 
 
 class Faults:
-    """What may be wrong in a part. ``plain``: formulas; ``steps``: what shows only in several calls; ``runs``: whole programs."""
+    """What may be wrong in a part. ``plain``: formulas; ``steps``: what shows only in several calls."""
 
     def __init__(self, part: Part) -> None:
         self.part, self.model, self.tokens = part, part.model, part.model.ids.shape[1]
         self.is_first, self.small = part.entrance is None, part.model.small
         every = self.model.always("alternatives", lambda: table(self.model))
-        self.plain = [one for one in every if not one.steps and one.run is None]
-        self.steps, self.runs = [one for one in every if one.steps], [one for one in every if one.run is not None]
+        self.plain, self.steps = ([one for one in every if one.steps == steps] for steps in (False, True))
 
     def everywhere(self, one: Alternative) -> Candidate:
         """Return an alternative in all blocks of the part."""
@@ -48,25 +47,19 @@ class Faults:
                 yield from (Candidate(((one, n),)) for n in part.blocks)
         if part.all_blocks:
             yield from (Candidate(order=order) for order in orders(layers))
-            runs = (one for one in self.runs if part.from_start and (self.small or not one.rare))
-            yield from (self.everywhere(one) for one in runs)
 
     def in_calls(self, some: Iterable[Alternative], how: Schedule) -> list[Candidate]:
         """Return alternatives in a text that is read in calls, in all blocks of the part."""
         return [self.everywhere(scheduled(one, how)) for one in some]
 
     def mixing(self) -> list[Alternative]:
-        """Return what differs in a text that is read in calls, without what goes from block to block."""
-        some = (one for one in (*self.plain, *self.steps) if (one.sees or one.steps) and one.sees != ROWS and not one.crosses)
+        """Return what differs in a text that is read in calls."""
+        some = (one for one in (*self.plain, *self.steps) if (one.sees or one.steps) and one.sees != ROWS)
         return [one for one in some if self._is_inside(one)]
-
-    def crossing(self) -> list[Alternative]:
-        """Return caches that are shared between blocks."""
-        return [one for one in self.steps if one.crosses and self.part.all_blocks and self.part.from_start]
 
     def in_steps(self, lengths: Iterable[int]) -> Iterator[Candidate]:
         """Yield what shows only in single tokens behind a prompt of one of these lengths."""
-        some = [one for one in self.steps if not one.crosses and self._is_inside(one)] + (self.crossing() if self.small else [])
+        some = [one for one in self.steps if self._is_inside(one)]
         for how in prompts(self.model):
             yield from self.in_calls(some, how) if how.calls[0][1] in lengths else ()
 

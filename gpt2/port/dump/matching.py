@@ -78,7 +78,7 @@ class PartSearch:
 
         What a call computes does not depend on later ones. So a fault must give the first call's tokens, then the first two's.
         """
-        mixing, crossing = self.faults.mixing(), self.faults.crossing()
+        mixing = self.faults.mixing()
         for how in schedules(self.part.model):
             end = how.calls[0][1]
             near = self._giving(end, mixing, [self.faults.everywhere(one) for one in mixing]) if end > 1 else mixing
@@ -88,7 +88,7 @@ class PartSearch:
             for count in (2, 3):
                 if count < len(how.calls) and len(inside) > FEW_LEFT:
                     inside = self._giving(how.calls[count - 1][1], inside, self.faults.in_calls(inside, how))
-            yield from self.faults.in_calls([*inside, *([] if is_prompt(how) else crossing)], how)
+            yield from self.faults.in_calls(inside, how)
         plain = {self.faults.everywhere(one): one for one in self.faults.plain if one.edits and not one.sees}
         for some, values in self.whole.values([*plain], self.budget):  # of a prompt alone: of as many tokens as it gives
             size = self.bound * self.whole.wanted.square().mean().sqrt()

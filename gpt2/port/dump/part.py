@@ -77,11 +77,6 @@ class Part:
         return self.is_last and (self.entrance is None or (self.entrance.layer, self.entrance.after) == (0, -1))
 
     @property
-    def from_start(self) -> bool:
-        """Whether this part begins with GPT-2's own embeddings of the ids."""
-        return self.entrance is None or torch.equal(self.entrance.state["x"], self.model.embed())
-
-    @property
     def shows_all(self) -> bool:
         """Whether whole blocks are in it, and every token is shown at its end."""
         whole = self.until == ORDER[""] and (self.entrance is None or self.entrance.after < 0)

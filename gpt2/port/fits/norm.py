@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.norm_formulas import layer_norm
+from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.fits.observed import Fit, Observed, distinct, nice
 from gpt2.port.terms.causes import Cause
 

@@ -37,8 +37,7 @@ def in_later_calls(model: Model, pieces: Sequence[int]) -> Iterator[tuple[str, T
     for (where, rows), (hidden, mask) in both:
         if not where and not hidden:
             continue
-        edits = in_calls(calls, {"attn.weights": _weighing(mask)})
-        whole = Alternative("", "", edits, outside=in_calls(calls, {"embed": _embedding(rows)}))
+        whole = Alternative("", "", in_calls(calls, {"attn.weights": _weighing(mask), "embed": _embedding(rows)}))
         sites = tuple((whole, layer) for layer in range(model.config.n_layer))
         program = Candidate((*sites, (whole, None))).program
         if program is not None:

@@ -174,7 +174,7 @@ class WeightComparison:
 
     def _misread(self, piece: Piece, misreadings: Iterator[entries.Misreading]) -> bool:
         """Return whether a tensor is one of these misreadings, and add the cause."""
-        one = next((one for one in misreadings if torch.equal(piece.held, one.tensor)), None)
+        one = next((one for one in misreadings if torch.equal(piece.held, one.change(piece.ours))), None)
         if one is not None:
             self._add(one.id, one.words, one.evidence, piece.place, called=piece.called)
         return one is not None

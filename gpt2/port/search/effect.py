@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2.measure.metrics import max_abs
 from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.alternatives.candidates import Candidate, Placed
-from gpt2.port.graph import OUTSIDE, Model, Program, Site, State
+from gpt2.port.graph import Model, Program, Site, State
 
 Moves = Mapping[str, Tensor]  # by node: the difference from the right value, over the root mean square of that
 
@@ -24,9 +24,8 @@ def moved_by(value: Tensor, right: Tensor) -> Tensor:
 def moving(layer: int | None, moves: Moves) -> tuple[Placed, ...]:
     """Return sites that add such differences to the right values of nodes of a block, or outside the blocks."""
     edits = {node: Changed(node, partial(_added, by)) for node, by in moves.items()}
-    outside, inside = ({n: one for n, one in edits.items() if (n in OUTSIDE) == is_out} for is_out in (True, False))
-    sites = ((Alternative("", "", inside), layer), (Alternative("", "", outside=outside), None))
-    return tuple((one, at) for one, at in sites if one.edits or one.outside)
+    one = Alternative("", "", edits)
+    return (*[(one, layer)] * bool(one.edits), *[(one, None)] * bool(one.outside))
 
 
 def effect(model: Model, sites: Iterable[Placed], order: Sequence[int] = ()) -> float | None:

@@ -111,8 +111,7 @@ class Search:
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
         self.rounding, self.layers, of_module = rounding, model.config.n_layer, right is not None
-        every = [one for one in table(model) if one.run is None and not one.crosses]
-        every = [one for one in every if not (of_module and one.id == "not-loaded")]
+        every = table(model)
         self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
         self.ends = [one for one in every if one.outside and "embed" not in one.outside]
         self.states: list[State] = []
