@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.graph import ATTENTION, OUTSIDE, TEXT, Calls, Edits, Formula, Memory, Model, Site, State, computed
+from gpt2.port.graph import ATTENTION, COST, OUTSIDE, TEXT, Calls, Edits, Formula, Model, Site, State
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
@@ -25,7 +25,7 @@ FAMILIES: list[Family] = []
 PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
 IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
 IN_STEPS = "from token {} on, as in steps after a prompt"
-READ = ("x", "ln_1", "attn.q", "attn.k", "attn.v")  # what attention may read
+SQUARE = ("attn.scores", "attn.weights")  # of tokens and keys
 
 
 def family(make: Family) -> Family:
@@ -61,31 +61,6 @@ class Rerouted(OnTop):
 def changed(change: Callable[[Tensor], Tensor], *nodes: str) -> dict[str, Formula]:
     """Return the edits that apply ``change`` to the values of ``nodes``."""
     return {node: Changed(node, lambda c, y: change(y)) for node in nodes}
-
-
-class Weighing:
-    """A formula of the attention weights that takes each query by itself, so that it computes several calls at once.
-
-    ``weigh``: from scores (B, H, t, S), the queries' numbers (t, 1), and the first token and the one behind the last of the call:
-    of all queries, or of each (t, 1).
-    """
-
-    def __init__(self, weigh: Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]) -> None:
-        self.weigh = weigh
-
-    def __call__(self, c: Site, s: State) -> Tensor:
-        return self.weigh(s["attn.scores"], c.tokens, torch.tensor(c.begin), torch.tensor(c.end))
-
-    def in_calls(self, calls: Calls) -> Formula:
-        """Return the formula for a text that is read in these calls."""
-
-        def formula(c: Site, s: State) -> Tensor:
-            some = within(calls, c.end)
-            lengths = torch.tensor([end - begin for begin, end in some])
-            begins, ends = (torch.tensor(one).repeat_interleave(lengths)[:, None] for one in zip(*some, strict=True))
-            return self.weigh(s["attn.scores"], c.tokens, begins, ends)
-
-        return formula
 
 
 @dataclass(frozen=True, eq=False)
@@ -234,63 +209,25 @@ def within(calls: Calls, tokens: int) -> Calls:
 
 
 def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
-    """Return formulas that give, from a whole text at once, what ``edits`` give in these calls."""
-    out: dict[str, Formula] = {
-        node: _by_token(calls, formula) for node, formula in edits.items() if node not in ATTENTION and node != "head"
-    }
-    out |= {node: edits[node] for node in ("head",) if node in edits}
-    inner = {node: formula for node, formula in edits.items() if node in ATTENTION}
-    if inner.keys() == {"attn.weights"} and isinstance(weighing := inner["attn.weights"], Weighing):
-        return {**out, "attn.weights": weighing.in_calls(calls)}
-    if inner:
-        pieces = partial(_pieces, calls, inner)
-        out |= {node: Shown(partial(_piece, pieces, node)) for node in ("attn.scores", "attn.weights", "attn.mixed")}
-        out["attn.heads"] = partial(_piece, pieces, "attn.heads")
-    return out
+    """Return formulas that give, from a whole text at once, what ``edits`` give in these calls.
+
+    A call has its own tokens, and the keys and values of all tokens up to its end, as with a cache.
+    """
+    return {node: formula if node == "head" else partial(_by_call, calls, node, formula) for node, formula in edits.items()}
 
 
-class Shown:
-    """A formula whose value nothing reads, but which a program may show."""
-
-    def __init__(self, formula: Formula) -> None:
-        self.formula = formula
-
-    def __call__(self, c: Site, s: State) -> Tensor:
-        return self.formula(c, s)
-
-
-def _sites(calls: Calls, c: Site) -> Iterator[Site]:
-    memory: Memory = {}
+def _by_call(calls: Calls, node: str, formula: Formula, c: Site, s: State) -> Tensor:
+    made: list[Tensor] = []
     for begin, end in within(calls, c.end):
-        yield c.call(begin, end, memory)
+        y = formula(c.call(begin, end, {}), {name: _cut(name, x, begin, end) for name, x in s.items()})
+        made.append(F.pad(y, (0, c.end - end)) if node in SQUARE else y)
+    c.model.budget.spend(COST[True] * (len(made) - 1))
+    return torch.cat(made, 1 if made[0].ndim == 3 else 2)
 
 
-def _cut(c: Site, s: State) -> State:
-    """Return the values of the tokens of a call."""
-    return {node: x[:, c.begin : c.end] if x.ndim == 3 else x[:, :, c.begin : c.end] for node, x in s.items()}
-
-
-def _by_token(calls: Calls, formula: Formula) -> Formula:
-    return lambda c, s: torch.cat([formula(site, _cut(site, s)) for site in _sites(calls, c)], 1)
-
-
-def _pieces(calls: Calls, edits: Edits, c: Site, s: State) -> State:
-    """Return attention's values for a whole text, computed call by call."""
-    parts: list[State] = []
-    given = {node: s[node] for node in READ}
-    for site in _sites(calls, c):
-        state = _cut(site, given)
-        for node in ATTENTION:
-            state[node] = computed(site, state, node, edits)
-        parts.append(state)
-    out = {"attn.heads": torch.cat([part["attn.heads"] for part in parts], 1)}
-    for node in ("attn.mixed", "attn.scores", "attn.weights"):
-        heads, widest = (max(part[node].shape[axis] for part in parts) for axis in (1, -1))  # of calls, they may differ
-        padded = [F.pad(y, (0, widest - y.shape[-1], 0, 0, 0, heads - y.shape[1])) for y in (part[node] for part in parts)]
-        out[node] = torch.cat(padded, 2)
-    return out
-
-
-def _piece(pieces: Callable[[Site, State], State], node: str, c: Site, s: State) -> Tensor:
-    q = s["attn.q"]  # kept beside the values, so that no other tensor takes its number
-    return c.model.once((pieces, c.layer, id(q)), lambda: (q, pieces(c, s)))[1][node]
+def _cut(node: str, x: Tensor, begin: int, end: int) -> Tensor:
+    """Return what a call has of a node's value."""
+    if x.ndim == 3:
+        return x[:, begin:end]
+    rows = x[:, :, 0 if node in ("attn.ks", "attn.vs") else begin : end]
+    return rows[..., :end] if node in SQUARE else rows

@@ -1,6 +1,6 @@
 """Other masks and softmaxes: which keys a query sees, what is put in the place of hidden scores, and over what is summed.
 
-A mask says which key j a query t sees; ``a`` and ``e`` are the first token of the call and the one behind it.
+A mask says which key j a query t sees; ``a`` is the first token of the call.
 """
 
 from __future__ import annotations
@@ -14,35 +14,40 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Changed, Weighing, family
-from gpt2.port.graph import ROWS, TEXT, Formula, Model
+from gpt2.port.alternatives.alternative import Alternative, Changed, family
+from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 from gpt2.port.terms.causes import MASKED
 
-Mask = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
+Mask = Callable[[Tensor, Tensor, int], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
 MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
-CAUSAL: Mask = lambda t, j, a, e: j <= t  # noqa: E731
+CAUSAL: Mask = lambda t, j, a: j <= t  # noqa: E731
 TURNED = "the mask is the wrong way round: a token sees"
 MASKS: dict[str, tuple[str, Mask]] = {
-    "every token sees the whole sequence, the future too": ("mask-missing", lambda t, j, a, e: j >= 0 * t),
-    "a token sees only what came before it, and not itself": ("mask-strict", lambda t, j, a, e: j < t),
+    "every token sees the whole sequence, the future too": ("mask-missing", lambda t, j, a: j >= 0 * t),
+    "a token sees only what came before it, and not itself": ("mask-strict", lambda t, j, a: j < t),
     "a token sees only what came before it, but for the first, which sees itself": (
         "mask-strict",
-        lambda t, j, a, e: (j < t) | ((t == 0) & (j == 0)),
+        lambda t, j, a: (j < t) | ((t == 0) & (j == 0)),
     ),
-    "a token sees the one after it": ("mask-off-by-one", lambda t, j, a, e: j <= t + 1),
-    f"{TURNED} itself and the future, not the past": ("mask-missing", lambda t, j, a, e: j >= t),
-    f"{TURNED} the future alone, not itself or the past": ("mask-missing", lambda t, j, a, e: j > t),
+    "a token sees the one after it": ("mask-off-by-one", lambda t, j, a: j <= t + 1),
+    f"{TURNED} itself and the future, not the past": ("mask-missing", lambda t, j, a: j >= t),
+    f"{TURNED} the future alone, not itself or the past": ("mask-missing", lambda t, j, a: j > t),
 }
 FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e9)  # in place of hidden scores
 # What shows only where a text is read in several calls.
 IN_CALLS: dict[str, Mask] = {
-    "the mask begins anew in each call": lambda t, j, a, e: j <= t - a,
-    "a token sees those of its own call alone": lambda t, j, a, e: (j <= t) & (j >= a),
-    "a token sees those of its own call alone, later ones too": lambda t, j, a, e: (j >= a) & (t >= 0),
+    "the mask begins anew in each call": lambda t, j, a: j <= t - a,
+    "a token sees those of its own call alone": lambda t, j, a: (j <= t) & (j >= a),
+    "a token sees those of its own call alone, later ones too": lambda t, j, a: (j >= a) & (t >= 0),
 }
 AXES = {-2: "over the queries", 1: "over the heads", 0: "over the batch"}
 # What is no softmax of scores over keys, from the scores and which keys are seen; it does not see later tokens, if not said.
 WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor], str]] = {
+    "the mask is multiplied in after softmax, so the weights no longer sum to one": (
+        "mask-multiplied",
+        lambda scores, seen: scores.softmax(-1) * seen,
+        TEXT,
+    ),
     "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it": (
         "softmax-axis",
         lambda scores, seen: scores.softmax(-2) * seen,
@@ -57,23 +62,17 @@ WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor], str]] = {
 }
 
 
-def _masked(mask: Mask, fill: float, axis: int, scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+def _masked(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
     """Return the weights; where nothing is seen, they are 0 if ``fill`` is minus infinity."""
-    keys = torch.arange(scores.shape[-1])
-    weights = scores.masked_fill(~mask(t, keys, a, e), fill).masked_fill(keys >= e, -math.inf).softmax(axis)
+    scores = s["attn.scores"]
+    weights = scores.masked_fill(~mask(c.tokens, torch.arange(scores.shape[-1]), c.begin), fill).softmax(axis)
     return weights.nan_to_num(0.0) if fill == -math.inf else weights
 
 
-def _after(scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
-    keys = torch.arange(scores.shape[-1])
-    return scores.masked_fill(keys >= e, -math.inf).softmax(-1) * (keys <= t)
-
-
-def _one_more(scores: Tensor, t: Tensor, a: Tensor, e: Tensor) -> Tensor:
+def _one_more(scores: Tensor, seen: Tensor) -> Tensor:
     """Return the weights if one key and value of zeros is seen as well."""
-    scores = scores.masked_fill(torch.arange(scores.shape[-1]) > t, -math.inf)
-    level = scores.amax(-1, keepdim=True).clamp(min=0)
-    some = (scores - level).exp()
+    level = scores.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=0)
+    some = (scores - level).exp() * seen
     return some / (some.sum(-1, keepdim=True) + (-level).exp())
 
 
@@ -81,14 +80,18 @@ def _weighed(id: str, words: str, formula: Formula, *also: tuple[str, str], sees
     return Alternative(id, words, {"attn.weights": formula}, also=also, sees=sees, **how)
 
 
-def _seeing(mask: Mask, fill: float = -math.inf) -> Weighing:
-    return Weighing(partial(_masked, mask, fill, -1))
+def _seeing(mask: Mask, fill: float = -math.inf, axis: int = -1) -> Formula:
+    return partial(_masked, mask, fill, axis)
+
+
+def _visibly(weigh: Callable[[Tensor, Tensor], Tensor]) -> Formula:
+    return lambda c, s: weigh(s["attn.scores"], c.visible(s["attn.scores"].shape[-1]))
 
 
 def ahead(mask: Mask) -> bool:
     """Return whether a token sees a later one."""
     every = torch.arange(3)
-    return bool(mask(every[:, None], every, every[:1], every[-1:] + 1).triu(1).any())
+    return bool(mask(every[:, None], every, 0).triu(1).any())
 
 
 def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
@@ -105,19 +108,17 @@ def masks(model: Model) -> Iterator[Alternative]:
     every = torch.arange(model.ids.shape[1])
     for words, (id, mask) in MASKS.items():
         yield _weighed(id, words, _seeing(mask), sees=TEXT if ahead(mask) else "")
-        if not bool(mask(every[:, None], every, every[:1], every[-1:] + 1).any(-1).all()):  # a token sees nothing
+        if not bool(mask(every[:, None], every, 0).any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", _seeing(mask, -1e30))
     for fill in FILLS:
         words = f"masked scores become {fill:g}, which softmax gives a share, instead of minus infinity"
         yield _weighed("mask-multiplied", words.replace("become 0,", "become zero,"), _seeing(CAUSAL, fill))
-    words = "the mask is multiplied in after softmax, so the weights no longer sum to one"
-    yield _weighed("mask-multiplied", words, Weighing(_after))
     for words, mask in IN_CALLS.items():
         yield _weighed("cache-inconsistent", words, _seeing(mask), steps=True, at_once=ahead(mask))
     fix = f"{MASKED}  # no window: a token sees all tokens before it"
     for size in lengths(model, MOST_WINDOW):
         words = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
-        window = _seeing(lambda t, j, a, e, n=size: (j <= t) & (j > t - n))
+        window = _seeing(lambda t, j, a, n=size: (j <= t) & (j > t - n))
         yield _weighed("mask-strict", words, window, sees="", fix=fix, rare=True, shared=True)
 
 
@@ -130,13 +131,11 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
         some = itertools.product({"": ("", CAUSAL), **MASKS}.items(), (-math.inf, -1e30)) if sizes.get(axis, 2) > 1 else ()
         for (why, (id, mask)), fill in some:
             also, how = ((id, why),) if id else (), "; where nothing is seen, all is alike" if fill > -math.inf else ""
-            together = Weighing(partial(_masked, mask, fill, axis)).__call__  # all queries of a call
-            yield _weighed("softmax-axis", words + how, together, *also, sees=sees, rare=bool(id))
+            yield _weighed("softmax-axis", words + how, _seeing(mask, fill, axis), *also, sees=sees, rare=bool(id))
     for words, (id, weigh, sees) in WEIGHTS.items():
-        seen: Formula = lambda c, s, weigh=weigh: weigh(s["attn.scores"], c.visible(s["attn.scores"].shape[-1]))  # noqa: E731
-        yield _weighed(id, words, seen, sees=sees)
+        yield _weighed(id, words, _visibly(weigh), sees=sees)
     words = "the terms of the sum over tokens are assigned, not added: the last value alone counts, with its weight"
     alone = Changed("attn.weights", lambda c, w: w * (torch.arange(w.shape[-1]) == c.tokens))
     yield _weighed("value-projection-wrong", words, alone, sees="", rare=True, shared=True)
     words = "the softmax divides by one more than the sum, as if an empty place of a cache, with a key of zeros, were seen"
-    yield _weighed("cache-inconsistent", words, Weighing(_one_more), sees="", rare=True, shared=True)
+    yield _weighed("cache-inconsistent", words, _visibly(_one_more), sees="", rare=True, shared=True)

@@ -13,7 +13,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Shown
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.dump.part import MIN_ROWS, Part
 from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, charge, run_block
@@ -152,7 +151,7 @@ class Batch:
         """Return a node of all programs: by GPT-2's formula, and of those that replace it by their own; and note ``odd`` ones."""
         site, usual = self.model.site(layer or 0), RIGHT[name] if name != "embed" else lambda c, s: s["x"]
         given = ((n, one.outside if layer is None else one.blocks.get(layer, {})) for n, one in enumerate(programs))
-        own = {n: edits[name] for n, edits in given if name in edits and n not in odd and not isinstance(edits[name], Shown)}
+        own = {n: edits[name] for n, edits in given if name in edits and n not in odd}
         if own and len(programs) == 1:  # whatever its shape
             value = own[0](site, state)
             charge(site, name, value, is_own=True)

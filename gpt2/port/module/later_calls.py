@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Weighing, in_calls
+from gpt2.port.alternatives.alternative import Alternative, in_calls
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.masks import CAUSAL, IN_CALLS, MASKS, Mask
-from gpt2.port.graph import Formula, Model, embedding
+from gpt2.port.graph import Formula, Model, Site, State, embedding
 
 PositionRows = Callable[[int, int], Tensor]  # from the first token of a call and the one behind it to rows of the position table
 POSITIONS: dict[str, PositionRows] = {
@@ -48,12 +48,12 @@ def _embedding(rows: PositionRows) -> Formula:
     return lambda c, s: embedding(c, rows(c.begin, c.end).clamp(0, c.config.n_positions - 1) if c.begin else None)
 
 
-def _weighing(mask: Mask) -> Weighing:
+def _weighing(mask: Mask) -> Formula:
     """Return attention weights by the mask, but in the first call, by GPT-2's own."""
 
-    def weigh(scores: Tensor, t: Tensor, begin: Tensor, end: Tensor) -> Tensor:
-        keys = torch.arange(scores.shape[-1])
-        seen = torch.where(begin == 0, CAUSAL(t, keys, begin, end), mask(t, keys, begin, end)) & (keys < end)
+    def weigh(c: Site, s: State) -> Tensor:
+        scores = s["attn.scores"]
+        seen = (mask if c.begin else CAUSAL)(c.tokens, torch.arange(scores.shape[-1]), c.begin)
         return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
 
-    return Weighing(weigh)
+    return weigh
