@@ -40,9 +40,7 @@ NOTHING = 1e-9  # a change of logits that is none
 # Alternatives that change nothing, by a part of their label: why.
 SILENT = {
     "rounded (0.797": "the constant has enough digits",
-    "other scores are as low": "scores of a small model are not",
-    "become -100,": "the exponential of so small a score is zero",
-    "become -1000,": "the exponential of so small a score is zero",
+    **dict.fromkeys((f"become -{n:g}," for n in (1e2, 1e3, 1e4, 1e5, 1e9)), "the exponential of so small a score is zero"),
     f"the last {TOKENS - 1} tokens alone, itself among them, and the first": "so many tokens are all",
 }
 SHOWN: dict[str, Callable[[str], bool]] = {  # of the traced values, beside the logits

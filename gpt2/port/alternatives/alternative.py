@@ -71,7 +71,7 @@ class Alternative:
     names, with " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with
     words, if it is several mistakes at once. ``fix``: the corrected line, if not the cause's. ``rare``: tried behind what is not.
     ``shared``: of code that all blocks share, so not in one alone. ``sees``: what a token's value may depend on beside earlier
-    tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a block, by its number. ``calls``: the text is read so.
+    tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a block, by its number.
     ``steps``: it is one of a text that is read in several calls; ``at_once``: it shows in the first of them as well.
     ``key``: what tells it from another one of the same words.
     """
@@ -86,7 +86,6 @@ class Alternative:
     shared: bool = False
     sees: str = ""
     silent: Callable[[int], bool] | None = None
-    calls: Calls | None = None
     steps: bool = False
     at_once: bool = False
     key: str = ""
@@ -177,7 +176,7 @@ class Schedule:
 
 
 def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
-    """Return an alternative in a program that reads its text by a schedule."""
+    """Return an alternative in a program that reads its text by a schedule, of formulas that are given the whole text at once."""
 
     def gated(node: str, formula: Formula) -> Formula:
         if schedule.which is Which.ALL:
@@ -188,19 +187,12 @@ def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
         alternative,
         words=": ".join(filter(None, (schedule.words, alternative.words))),
         also=tuple((id, f"{schedule.words}: {words}") for id, words in alternative.also),
-        formulas={node: gated(node, formula) for node, formula in alternative.formulas.items()},
+        formulas=in_calls(schedule.calls, {node: gated(node, formula) for node, formula in alternative.formulas.items()}),
         where=alternative.parts(0) if alternative.edits else alternative.where,
-        calls=schedule.calls,
         rare=True,
         shared=True,
         sees=alternative.sees or TEXT,
     )
-
-
-def in_schedule(alternative: Alternative, schedule: Schedule) -> Alternative:
-    """Return an alternative in a program that reads its text by a schedule, of formulas that are given the whole text at once."""
-    made = scheduled(alternative, schedule)
-    return replace(made, formulas={**made.formulas, **in_calls(schedule.calls, made.outside)})
 
 
 def within(calls: Calls, tokens: int) -> Calls:

@@ -15,11 +15,6 @@ from gpt2.port.alternatives.alternative import Alternative, Changed, family
 from gpt2.port.graph import ROWS, Formula, Model, Site, State, right_scale, split
 from gpt2.port.terms.causes import SCORES, Cause
 
-PAIRS: dict[tuple[str, ...], str] = {
-    ("q", "q", "v"): "queries are compared with queries, not with keys",
-    ("k", "k", "v"): "keys are compared with keys: there are no queries",
-    ("q", "q", "q"): "queries serve as keys and as values: a third of c_attn serves three times",
-}
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 VALUES = {
     "attn.k": "the keys are mixed, not the values",
@@ -38,22 +33,12 @@ SCALES: dict[str, tuple[str, Scale]] = {
     "the scores are not scaled": ("scale-missing", lambda c, n: 1.0),
     "the scores are divided by the root of the width n_embd": ("scale-by-width", lambda c, n: c.n_embd**-0.5),
     "the scores are divided by the root of a head's size twice": ("scale-twice", lambda c, n: 1 / c.head_dim),
-    "the scores are divided by the root of the width and of a head's size": (
-        "scale-twice",
-        lambda c, n: (c.head_dim * c.n_embd) ** -0.5,
-    ),
     "the scores are divided by the width n_embd": ("scale-by-width", lambda c, n: 1 / c.n_embd),
     "the scores are multiplied by the root of a head's size, not divided": ("scale-wrong", lambda c, n: c.head_dim**0.5),
-    "the scores are multiplied by the root of the width": ("scale-wrong", lambda c, n: c.n_embd**0.5),
     "the scores are divided by the root of the number of heads": ("scale-wrong", lambda c, n: c.n_head**-0.5),
     "the scores are divided by 8, as heads of 64 need it": ("scale-wrong", lambda c, n: 0.125),
-    "the fourth root of a head's size divides the queries or the keys alone": ("scale-wrong", lambda c, n: c.head_dim**-0.25),
     "the scores are multiplied by twice the factor": ("scale-wrong", lambda c, n: 2 * c.head_dim**-0.5),
     "the scores are multiplied by half the factor": ("scale-wrong", lambda c, n: 0.5 * c.head_dim**-0.5),
-    "the scores are multiplied by zero, as by 1 / n in integers, so that a token sees all others alike": (
-        "scale-wrong",
-        lambda c, n: 0.0,
-    ),
     "the scores are also divided by the number of the layer": (BY_LAYER, lambda c, n: c.head_dim**-0.5 / (n + 1)),
 }
 
@@ -97,7 +82,7 @@ def comparisons(model: Model) -> Iterator[Alternative]:
         if wrong and wrong.keys() != {"v"}:
             words = ", ".join(f"the {LETTERS[one]} are the {LETTERS[other]}" for one, other in wrong.items())
             edits = {f"attn.{one}h": _cut(f"attn.{other}") for one, other in wrong.items()}
-            yield Alternative("qkv-order", PAIRS.get(order, words), edits, fix=SCORES, rare=len(set(order)) > 2)
+            yield Alternative("qkv-order", words, edits, fix=SCORES, rare=len(set(order)) > 2)
     for source, words in VALUES.items():
         yield Alternative("value-projection-wrong", words, {"attn.vh": _cut(source)})
     if len(model.ids) > 1:

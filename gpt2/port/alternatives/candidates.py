@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
+from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.alternatives.outside import sequence_faults
 from gpt2.port.graph import ROWS, Formula, Program
 from gpt2.port.terms.causes import Cause
@@ -91,7 +91,7 @@ class Candidate:
 
     @cached_property
     def program(self) -> Program | None:
-        """Return the program, None if nothing is replaced, one node is replaced twice, or the text is read in two ways."""
+        """Return the program, None if nothing is replaced, or one node is replaced twice."""
         blocks: dict[int, dict[str, Formula]] = {}
         outside: dict[str, Formula] = {}
         for one, layer in self.sites:
@@ -102,12 +102,8 @@ class Candidate:
                 outside = both
             elif both:
                 blocks[layer] = both
-        calls = {one.calls for one, _ in self.sites if one.calls is not None}
-        if len(calls) > 1 or not (outside or blocks or self.order):
+        if not (outside or blocks or self.order):
             return None
-        for pieces in calls:
-            blocks = {layer: in_calls(pieces, edits) for layer, edits in blocks.items()}
-            outside = in_calls(pieces, outside)
         return Program(blocks, outside, self.order, any(one.sees == ROWS for one, _ in self.sites))
 
     def with_(self, other: Candidate) -> Candidate:

@@ -72,7 +72,7 @@ def matrices(model: Model) -> Iterator[Alternative]:
                 yield Alternative(one.id, f"the weight {one.words}", of_weight, name)
     for letters in ("q", "k", "v", "qkv"):
         words = f"the projection to {letters} is transposed" if len(letters) == 1 else "q, k and v: each is transposed"
-        turned: dict[str, Formula] = {f"attn.{one}": partial(_third, one, True) for one in letters}
+        turned: dict[str, Formula] = {f"attn.{one}": partial(_turned, one) for one in letters}
         yield Alternative("transposed", words, turned, "attn.c_attn" if letters == "qkv" else None)
     words = "both matrices of the feed-forward were reshaped where they had to be transposed"
     yield Alternative("transposed", words, read(weighted(entries.RESHAPED.change), "mlp.c_fc", "mlp.c_proj"), "mlp")
@@ -80,9 +80,9 @@ def matrices(model: Model) -> Iterator[Alternative]:
     yield Alternative("transposed", words, read(weighted(entries.RESHAPED.change), *MODULES), "")
 
 
-def _third(letter: str, turned: bool, c: Site, s: State) -> Tensor:
+def _turned(letter: str, c: Site, s: State) -> Tensor:
     weight, bias = c.linear(f"attn.{letter}")
-    return s["ln_1"] @ weight.t() + bias if turned else s["ln_1"] @ weight
+    return s["ln_1"] @ weight.t() + bias
 
 
 @family
@@ -91,8 +91,6 @@ def biases(model: Model) -> Iterator[Alternative]:
     for module, what in WHAT.items():
         edits = read(biased(torch.zeros_like), *NODES_OF[module])
         yield Alternative("missing-bias", f"{what}: no bias is added", edits, module)
-    for letter, what in (("q", "queries"), ("v", "values")):
-        yield Alternative("missing-bias", f"the {what} have no bias", {f"attn.{letter}": partial(_third, letter, False)})
     linear = read(biased(torch.zeros_like), *MODULES)
     yield Alternative("missing-bias", "no linear layer has a bias", linear, "")
     norms = {part: normed(part, lambda c, x, part: c.norm(x, part) - c.numbers(part)[1]) for part in ("ln_1", "ln_2")}

@@ -33,7 +33,7 @@ MASKS: dict[str, tuple[str, Mask]] = {
     f"{TURNED} itself and the future, not the past": ("mask-missing", lambda t, j, a: j >= t),
     f"{TURNED} the future alone, not itself or the past": ("mask-missing", lambda t, j, a: j > t),
 }
-FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1000.0, 1e9)  # in place of hidden scores
+FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1e3, -1e4, -1e5, -1e9, 1e9)  # in place of hidden scores
 # What shows only where a text is read in several calls.
 IN_CALLS: dict[str, Mask] = {
     "the mask begins anew in each call": lambda t, j, a: j <= t - a,
@@ -41,25 +41,6 @@ IN_CALLS: dict[str, Mask] = {
     "a token sees those of its own call alone, later ones too": lambda t, j, a: (j >= a) & (t >= 0),
 }
 AXES = {-2: "over the queries", 1: "over the heads", 0: "over the batch"}
-# What is no softmax of scores over keys, from the scores and which keys are seen; it does not see later tokens, if not said.
-WEIGHTS: dict[str, tuple[str, Callable[[Tensor, Tensor], Tensor], str]] = {
-    "the mask is multiplied in after softmax, so the weights no longer sum to one": (
-        "mask-multiplied",
-        lambda scores, seen: scores.softmax(-1) * seen,
-        TEXT,
-    ),
-    "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it": (
-        "softmax-axis",
-        lambda scores, seen: scores.softmax(-2) * seen,
-        TEXT,
-    ),
-    "the mask is added to the scores as zeros and ones, which hides nothing": (
-        "mask-missing",
-        lambda scores, seen: (scores + seen).softmax(-1),
-        TEXT,
-    ),
-    "scores weigh the values as they are, without a softmax": ("softmax-missing", lambda scores, seen: scores * seen, ""),
-}
 
 
 def _masked(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
@@ -132,8 +113,14 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
         for (why, (id, mask)), fill in some:
             also, how = ((id, why),) if id else (), "; where nothing is seen, all is alike" if fill > -math.inf else ""
             yield _weighed("softmax-axis", words + how, _seeing(mask, fill, axis), *also, sees=sees, rare=bool(id))
-    for words, (id, weigh, sees) in WEIGHTS.items():
-        yield _weighed(id, words, _visibly(weigh), sees=sees)
+    words = "the mask is multiplied in after softmax, so the weights no longer sum to one"
+    yield _weighed("mask-multiplied", words, _visibly(lambda scores, seen: scores.softmax(-1) * seen))
+    words = "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it"
+    yield _weighed("softmax-axis", words, _visibly(lambda scores, seen: scores.softmax(-2) * seen))
+    words = "the mask is added to the scores as zeros and ones, which hides nothing"
+    yield _weighed("mask-missing", words, _visibly(lambda scores, seen: (scores + seen).softmax(-1)))
+    words = "scores weigh the values as they are, without a softmax"
+    yield _weighed("softmax-missing", words, _visibly(torch.mul), sees="")
     words = "the terms of the sum over tokens are assigned, not added: the last value alone counts, with its weight"
     alone = Changed("attn.weights", lambda c, w: w * (torch.arange(w.shape[-1]) == c.tokens))
     yield _weighed("value-projection-wrong", words, alone, sees="", rare=True, shared=True)

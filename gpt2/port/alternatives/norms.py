@@ -19,7 +19,6 @@ SOURCES = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}  # what each norm takes
 TAKES = {"ln_1": "attention takes", "ln_2": "the feed-forward takes", "ln_f": "the head takes"}
 OTHERS = {"ln_1": "ln_2", "ln_2": "ln_1"}
 Norming = Callable[[Site, Tensor, str], Tensor]  # from a norm's input and its part
-Numbers = tuple[Tensor, Tensor]  # weight and bias (D,)
 AXES = {
     (1,): "over the tokens, for each feature (dim=1)",
     (0,): "over the batch, for each token and feature (dim=0)",
@@ -34,33 +33,31 @@ UNBIASED = "layernorm-unbiased-variance", "the variance is divided by D - 1, as 
 RMS_NORM = "rmsnorm", "it divides by the root mean square and does not subtract the mean (RMSNorm)"
 WITHOUT_BIAS = "missing-bias", "the norm's bias is not applied"
 WITHOUT_AFFINE = "layernorm-without-affine", "neither weight nor bias is applied"
-# What a norm applies of its weight and bias; all but both and one more show only where the weight is not 1, or the bias not 0.
-BOTH, NO_BIAS, NO_WEIGHT, NO_AFFINE, ITSELF, ONE_MORE = "weight and bias", "weight", "bias", "", "both, on x", "weight + 1"
-AFFINE: dict[str, Callable[[Tensor, Tensor], Numbers]] = {
-    NO_BIAS: lambda weight, bias: (weight, 0 * bias),
-    NO_WEIGHT: lambda weight, bias: (0 * weight + 1, bias),
-    NO_AFFINE: lambda weight, bias: (0 * weight + 1, 0 * bias),
-    ONE_MORE: lambda weight, bias: (weight + 1, bias),
-}
-# Formulas with the checkpoint's epsilon: cause, words, what is applied, and the settings of `layer_norm`.
-FORMULAS: tuple[tuple[str, str, str, dict[str, Any]], ...] = (
+# What a norm applies of its weight and bias; all but one more show only where the weight is not 1, or the bias not 0.
+Affine = Callable[[Any, Any], tuple[Any, Any]]
+NO_BIAS: Affine = lambda weight, bias: (weight, 0 * bias)  # noqa: E731
+NO_WEIGHT: Affine = lambda weight, bias: (0 * weight + 1, bias)  # noqa: E731
+NO_AFFINE: Affine = lambda weight, bias: (0 * weight + 1, 0 * bias)  # noqa: E731
+ONE_MORE: Affine = lambda weight, bias: (weight + 1, bias)  # noqa: E731
+# Formulas with the checkpoint's epsilon: cause, words, and the settings of `layer_norm`.
+FORMULAS: tuple[tuple[str, str, dict[str, Any]], ...] = (
     *(
-        ("layernorm-not-normalising", words, BOTH, how)
+        ("layernorm-not-normalising", words, how)
         for words, how in (
-            ("the mean is subtracted, but nothing divides by the standard deviation", {"power": 0.0}),
-            ("it divides by the variance, not by its root", {"power": 1.0}),
-            ("it divides by the root of the standard deviation plus epsilon", {"outside": True, "again": True}),
-            ("it divides by the root of the standard deviation", {"again": True}),
-            ("it divides by the square of the variance", {"power": 2.0}),
+            ("the mean is subtracted, but nothing divides by the standard deviation", {"outer": 0.0}),
+            ("it divides by the variance, not by its root", {"outer": 1.0}),
+            ("it divides by the root of the standard deviation plus epsilon", {"inner": 0.5, "outer": 0.5}),
+            ("it divides by the root of the standard deviation", {"outer": 0.25}),
+            ("it divides by the square of the variance", {"outer": 2.0}),
             ("the mean alone is divided: brackets around x - mean are missing", {"brackets": 1}),
             ("the mean alone is divided, and multiplied by the weight: brackets around x - mean are missing", {"brackets": 0}),
+            ("weight and bias are applied to x itself", {"rms": True, "outer": 0.0}),
         )
     ),
-    ("layernorm-without-affine", "one is added to the weight before it is applied", ONE_MORE, {}),
-    ("layernorm-not-normalising", "weight and bias are applied to x itself", ITSELF, {"centred": False, "power": 0.0}),
-    (*WITHOUT_AFFINE, NO_AFFINE, {}),
-    ("layernorm-without-affine", "the weight is not applied", NO_WEIGHT, {}),
-    (*WITHOUT_BIAS, NO_BIAS, {}),
+    ("layernorm-without-affine", "one is added to the weight before it is applied", {"affine": ONE_MORE}),
+    ("layernorm-without-affine", "the weight is not applied", {"affine": NO_WEIGHT}),
+    (*WITHOUT_AFFINE, {"affine": NO_AFFINE}),
+    (*WITHOUT_BIAS, {"affine": NO_BIAS}),
 )
 
 
@@ -70,28 +67,25 @@ def layer_norm(
     bias: Tensor | float = 0.0,
     eps: float = 1e-5,
     *,
+    affine: Affine | None = None,
     correction: int = 0,
-    outside: bool = False,
     axes: tuple[int, ...] = (-1,),
-    centred: bool = True,
-    square: bool = False,
-    power: float = 0.5,
-    again: bool = False,
+    rms: bool = False,
+    inner: float = 1.0,
+    outer: float = 0.5,
     brackets: int = 2,
 ) -> Tensor:
-    """Normalise over ``axes``. ``outside``: epsilon is added to the root. ``centred``: subtract the mean from the numerator.
-    ``square``: divide by the root mean square. ``power``: 0.5 takes the root of the variance.
-    ``again``: takes the root of the divisor, too. ``brackets``: without those around x - mean, 1, and without those around the
-    normalised value too, 0, the mean alone is divided.
+    """Normalise over ``axes``: divide by (variance^inner + eps)^outer. ``rms``: the mean is not subtracted.
+
+    ``brackets``: the mean alone is divided, without those around x - mean, 1, and around the normalised value too, 0.
     """
-    mean = x.mean(axes, keepdim=True)
-    middle = x - mean
+    weight, bias = affine(weight, bias) if affine else (weight, bias)
+    mean = torch.zeros_like(x[..., :1]) if rms else x.mean(axes, keepdim=True)
     count = max(math.prod(x.shape[axis] for axis in axes) - correction, 1)
-    spread = (x if square else middle).square().sum(axes, keepdim=True) / count
-    divisor = spread**power + eps if outside else (spread + eps) ** power
+    divisor = (((x - mean).square().sum(axes, keepdim=True) / count) ** inner + eps) ** outer
     if brackets < 2:
         return (x - mean / divisor) * weight + bias if brackets else x - mean / divisor * weight + bias
-    return (middle if centred else x) / (divisor.sqrt() if again else divisor) * weight + bias
+    return (x - mean) / divisor * weight + bias
 
 
 def normed(part: str, make: Norming) -> Formula:
@@ -107,11 +101,10 @@ def in_norms(one: Alternative, make: Norming, parts: Iterable[str] = SOURCES) ->
     yield from (replace(one, formulas={part: formulas[part]}) for part in OTHERS)
 
 
-def _formula(affine: str, how: Mapping[str, Any], c: Site, x: Tensor, part: str) -> Tensor:
+def _formula(how: Mapping[str, Any], c: Site, x: Tensor, part: str) -> Tensor:
     weight, bias = c.numbers(part)
-    if affine not in (BOTH, ONE_MORE) and bool((weight == 1).all()) and not bool(bias.any()):
+    if (how.get("affine", ONE_MORE) is not ONE_MORE or how.get("outer", 1) == 0) and (weight == 1).all() and not bias.any():
         return c.norm(x, part)  # another cause has a better name for it
-    weight, bias = AFFINE[affine](weight, bias) if affine in AFFINE else (weight, bias)
     return layer_norm(x, weight, bias, **how)
 
 
@@ -119,30 +112,30 @@ def _formula(affine: str, how: Mapping[str, Any], c: Site, x: Tensor, part: str)
 def formulas(model: Model) -> Iterator[Alternative]:
     """Yield other formulas of the norms, other axes, and norms that are left out, or run twice."""
     rows, given = len(model.ids), model.config.layer_norm_epsilon
-    some: list[tuple[tuple[tuple[str, str], ...], bool, str, dict[str, Any]]] = []  # causes, whether it is rare, and the formula
+    some: list[tuple[tuple[tuple[str, str], ...], bool, dict[str, Any]]] = []  # causes, whether it is rare, and the formula
     for correction, eps, outside in itertools.product((0, 1), dict.fromkeys((given, *EPSILONS)), (False, True)):
         value = f"epsilon {eps:g}" if eps > TINY else f"no epsilon, or one of at most {TINY:g}"
         where = " added to the standard deviation" if outside else ""
         wrong = ("layernorm-eps", f"{value}{where}; the checkpoint's is {given:g}, added to the variance")
         causes = (*[UNBIASED] * correction, *[wrong] * (outside or eps != given))
         if causes and (eps or not outside):
-            settings: dict[str, Any] = {"eps": eps, "correction": correction, "outside": outside}
-            some.append((causes, outside or len(causes) > 1, BOTH, settings))
-    some += [(((id, words),), False, affine, {"eps": given, **how}) for id, words, affine, how in FORMULAS]
+            power = {"inner": 0.5, "outer": 1.0} if outside else {}
+            some.append((causes, outside or len(causes) > 1, {"eps": eps, "correction": correction, **power}))
+    some += [(((id, words),), False, {"eps": given, **how}) for id, words, how in FORMULAS]
     for eps in dict.fromkeys((given, *RMS_EPSILONS)):
-        rms: dict[str, Any] = {"eps": eps, "centred": False, "square": True}
-        some += [((RMS_NORM,), False, BOTH, rms), ((RMS_NORM, WITHOUT_BIAS), True, NO_BIAS, rms)]
-        some.append(((RMS_NORM, WITHOUT_AFFINE), True, NO_AFFINE, rms))
-    for ((id, words), *also), rare, affine, how in some:
-        one = Alternative(id, words, {}, also=tuple(also), rare=rare, key=f"{affine} {how}")
-        yield from in_norms(one, partial(_formula, affine, how))
+        rms: dict[str, Any] = {"eps": eps, "rms": True}
+        some += [((RMS_NORM,), False, rms), ((RMS_NORM, WITHOUT_BIAS), True, {**rms, "affine": NO_BIAS})]
+        some.append(((RMS_NORM, WITHOUT_AFFINE), True, {**rms, "affine": NO_AFFINE}))
+    for ((id, words), *also), rare, how in some:
+        one = Alternative(id, words, {}, also=tuple(also), rare=rare, key=f"epsilon {how['eps']:g}")
+        yield from in_norms(one, partial(_formula, how))
     for (dims, words), correction in itertools.product(AXES.items(), (0, 1)):
         if (rows == 1 and 0 in dims) or (dims == (1,) and model.ids.shape[1] == 1):
             continue  # over an axis of one entry, a norm gives its bias alone, as other faults do
         also = [(UNBIASED[0], "the variance is divided by one less than the number of entries")] * correction
         one = Alternative("layernorm-axis", f"the norm runs {words}", {}, also=tuple(also), rare=True, shared=True)
-        settings = {"eps": given, "axes": dims, "correction": correction}
-        yield from in_norms(replace(one, sees=ROWS if 0 in dims else TEXT), partial(_formula, BOTH, settings))
+        make = partial(_formula, {"eps": given, "axes": dims, "correction": correction})
+        yield from in_norms(replace(one, sees=ROWS if 0 in dims else TEXT), make)
     one = Alternative("extra-norm", "the norm runs twice, the second time on its own result", {}, rare=True)
     yield from in_norms(one, lambda c, x, part: c.norm(c.norm(x, part), part))
     none = {part: (lambda c, s, source=source: s[source]) for part, source in SOURCES.items()}

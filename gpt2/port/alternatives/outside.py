@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2.port.alternatives.alternative import Alternative, Changed, family
 from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
-from gpt2.port.graph import ROWS, TEXT, Formula, Function, Model, Site, embedding
+from gpt2.port.graph import ROWS, Formula, Function, Model, Site, embedding
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import EVERY
 
@@ -38,16 +38,11 @@ BY = "rows of the position table are taken by"
 Rows = Callable[[Tensor, Tensor, int], Tensor]  # from ids (B, T), their numbers (T,), and how many rows the table has
 # Other rows of the position table, (T,) or (B, T), and what they depend on.
 OTHER_ROWS: dict[str, tuple[Rows, str]] = {
-    "positions count backwards": (lambda ids, at, room: at.flip(0), TEXT),
     "every token is given position 0": (lambda ids, at, room: 0 * at, ""),
     f"{BY} token id, not by position": (lambda ids, at, room: ids.clamp(max=room - 1), ""),
     f"{BY} token id, not by position, modulo its length": (lambda ids, at, room: ids % room, ""),
     f"{BY} the row of the batch, not by position": (
         lambda ids, at, room: torch.arange(len(ids))[:, None].expand_as(ids).clamp(max=room - 1),
-        ROWS,
-    ),
-    "positions go on from one row of the batch to the next": (
-        lambda ids, at, room: torch.arange(ids.numel()).view(ids.shape) % room,
         ROWS,
     ),
 }
@@ -88,9 +83,6 @@ def positions(model: Model) -> Iterator[Alternative]:
     for label, waves in sinusoids(model.ids.shape[1], model.config.n_embd):
         words, waves = f"positions are sines and cosines, not the checkpoint's learned ones ({label})", waves.to(model.dtype)
         added.append(("position-sinusoidal", words, lambda c, w=waves: w[c.begin : c.end], ""))
-    for factor in usual_factors(model):
-        words = f"position embeddings are multiplied by {factor:.6g}"
-        added.append(("embedding-scaled", words, lambda c, f=factor: f * table[c.begin : c.end], ""))
     added.append(("position-missing", "no positions are added", lambda c: 0 * table[c.begin : c.end], ""))
     for id, words, what, sees in added:
         for scaled, (tokens, both) in {"": (1.0, 1.0), TOKENS: (root, 1.0), BOTH: (root, root)}.items():

@@ -13,10 +13,10 @@ from functools import partial
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, Rerouted, family
+from gpt2.port.alternatives.attention import LETTERS
 from gpt2.port.alternatives.norms import layer_norm
-from gpt2.port.graph import ORDER, READS, Formula, Model, Site, State, run_block
+from gpt2.port.graph import Formula, Model, Site, State, run_block
 
-LETTERS = {"q": "queries", "k": "keys", "v": "values"}
 # Each sum with the stream, the branch, the norm before it, what it adds, and the branch's part.
 SUMS = {
     "mid": ("x", "attn.c_proj", "ln_1", "attention's result", "attn"),
@@ -25,34 +25,6 @@ SUMS = {
 BOTH = tuple(SUMS)
 Terms = tuple[Tensor, Tensor, Tensor]  # the stream, the branch's result, and the branch's normed input
 Adding = Callable[[Site, Terms, str], Tensor]  # a wrong sum; the norm's part is the last argument
-NAMED = {
-    "x": "the block's input",
-    "ln_1": "attention's normed input",
-    "attn.q": "the queries",
-    "attn.k": "the keys",
-    "attn.v": "the values",
-    "attn.heads": "the merged heads",
-    "attn.c_proj": "attention's result",
-    "mid": "the stream after attention",
-    "ln_2": "the feed-forward's normed input",
-    "mlp.c_proj": "the feed-forward's result",
-}
-READERS = {
-    "ln_2": "the norm before the feed-forward",
-    "mlp.c_fc": "the feed-forward",
-    "attn.c_proj": "the output projection",
-    "mid": "the sum behind attention",
-    "": "the sum behind the feed-forward",
-}
-# Nodes that read another value: the cause, where it is not that of all such nodes; None, if another family has it.
-REROUTED: dict[tuple[str, str], str | None] = {
-    **dict.fromkeys((("ln_2", "x"), ("mid", "attn.heads"), ("mid", "ln_1"), ("mlp.c_fc", "ln_1")), None),
-    **dict.fromkeys((("", "ln_2"), ("", "x"), ("", "ln_1")), None),
-    ("mlp.c_fc", "mid"): "norm-missing",
-    ("mlp.c_fc", "x"): "parallel-block",
-    ("ln_2", "ln_1"): "parallel-block",
-}
-DEFAULT = {"attn.c_proj": "value-projection-wrong", "mid": "residual-missing", "": "residual-missing"}
 
 
 def summed(node: str, adding: Adding) -> Formula:
@@ -155,7 +127,7 @@ def _around(biased: bool, c: Site, s: State) -> Tensor:
 
 @family
 def reroutes(model: Model) -> Iterator[Alternative]:
-    """Yield nodes that read another value of the stream's size than GPT-2's."""
+    """Yield nodes that read another value than GPT-2's."""
     for letters in (*itertools.combinations(LETTERS, 2), *itertools.combinations(LETTERS, 1)):
         words = f"{' and '.join(LETTERS[one] for one in letters)} are computed from the stream before the norm"
         edits = {f"attn.{one}": Rerouted(f"attn.{one}", "ln_1", "x") for one in letters}
@@ -170,9 +142,3 @@ def reroutes(model: Model) -> Iterator[Alternative]:
     words = "the stream is overwritten by each norm, so that both sums begin with it"
     edits = {"mid": Rerouted("mid", "x", "ln_1"), "": Rerouted("", "mid", "ln_2")}
     yield Alternative("residual-from-normed", words, edits, "", rare=True)
-    for node, source in itertools.product(READERS, NAMED):
-        id = REROUTED.get((node, source), DEFAULT.get(node, "wrong-tensor"))
-        for slot in READS[node]:
-            if id and ORDER.get(source, -1) < ORDER[node] and source not in READS[node] and slot in NAMED:
-                words = f"{READERS[node]} reads {NAMED[source]} in place of {NAMED[slot]}"
-                yield Alternative(id, words, {node: Rerouted(node, slot, source)}, rare=True, shared=True)

@@ -33,7 +33,7 @@ class Norm:
         """Another weight or bias behind the right norm, or behind one that does not subtract the mean."""
         rms = Cause.at("rmsnorm", self.part, "it does not subtract the mean, and divides by the root mean square")
         for centred in (True, False) if distinct(x[rows]) >= 4 else ():
-            normed = layer_norm(x, eps=self.eps, centred=centred, square=not centred)
+            normed = layer_norm(x, eps=self.eps, rms=not centred)
             a, b = normed[rows], seen.value[rows]
             middle = a - a.mean(0)
             weight = (middle * (b - b.mean(0))).sum(0) / middle.square().sum(0).clamp(min=1e-300)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, in_calls, merged
+from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, ROWS, TEXT, Edits, Entrance, Model, State, computed
@@ -113,7 +113,7 @@ class Blocks:
         yield {}
         wanted = FIRST if layer is not None else ("ln_f",)
         for some in dict.fromkeys((tuple(own), *self.known)):
-            every = (one.at(layer) for one in some if one.calls is None)
+            every = (one.at(layer) for one in some)
             edits = {node: formula for one in every for node, formula in one.items() if node in wanted}
             if edits:
                 yield edits
@@ -133,8 +133,6 @@ class Blocks:
         edits = one.at(base.layer)
         if not edits:
             return None
-        if one.calls is not None:
-            edits = in_calls(one.calls, edits)
         both = merged(base.edits, edits)
         if both is None:
             return None
@@ -214,7 +212,7 @@ class Blocks:
         A node that it does not change is the old tensor. No nodes, if the alternative does not fit.
         """
         edits = one.at(base.layer)
-        both = merged(base.edits, edits) if edits and one.calls is None else None
+        both = merged(base.edits, edits) if edits else None
         if both is None:
             return {}
         begin, last = min(ORDER[node] for node in edits), max(ORDER[node] for node in nodes)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port import graph
-from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, in_schedule, scheduled
+from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.schedule import is_prompt, prompts_in_chunks, schedules, stepped
 from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
@@ -230,7 +230,7 @@ class Explainer:
             for how in ways:
                 inside = slice(how.calls[0][1], None) if how.which is Which.LATER else slice(0, how.calls[0][1])
                 if bool(agrees[:, inside].all()):
-                    yield in_schedule(one, how)
+                    yield scheduled(one, how)
 
     def _by_call(
         self, base: Trial, targets: Sequence[tuple[str, Observed]], hows: Sequence[Schedule], rare: bool

@@ -22,7 +22,7 @@ from gpt2.measure.tracing import point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
 from gpt2.port.alternatives import table
-from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, Which, in_schedule
+from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import standing
 from gpt2.port.alternatives.schedule import schedules, stepped
@@ -258,12 +258,12 @@ class Search:
         for how in schedules(self.model):
             for one in self.embeddings:
                 if one.steps:
-                    yield in_schedule(one, how)
+                    yield scheduled(one, how)
         for start in range(1, tokens):
             for one in (*self.embeddings, *standing(self.model)):
                 if not (one.rare or one.steps):
                     calls = stepped(start, tokens) if one.sees else ((0, start), (start, tokens))
-                    yield in_schedule(one, Schedule(IN_STEPS.format(start), calls, Which.LATER))
+                    yield scheduled(one, Schedule(IN_STEPS.format(start), calls, Which.LATER))
 
     # From block to block
 
