@@ -62,10 +62,6 @@ SAME = {
         ("mask-strict", "cache-inconsistent"),
         ("mask-missing", "cache-inconsistent"),
         ("mask-strict", "value-projection-wrong"),  # a token sees itself alone: its own value
-        ("gelu-variant", "not-loaded"),  # an activation of zero, and a second matrix of zeros
-        ("scale-wrong", "cache-inconsistent"),  # all scores alike
-        ("scale-wrong", "not-loaded"),
-        ("cache-inconsistent", "not-loaded"),
     )
 }
 
@@ -144,7 +140,7 @@ def test_alternatives_of_later_calls_change_nothing_at_once() -> None:
     """They are not tried where an earlier token is wrong: one that shows at once must say so."""
     right = logits(None)
     late = [one for one in alternatives() if one.steps and not one.at_once]
-    assert len(late) > 15
+    assert len(late) > 4
     assert {one.label for one in late if not apart(logits(one), right) < NOTHING} == set()
 
 
@@ -182,9 +178,9 @@ def test_a_fault_of_some_calls_is_in_these_alone() -> None:
     calls = ((0, 4), *((n, n + 1) for n in range(4, TOKENS)))
     right, wrong = logits(None), logits(relu)
     for which, tokens in ((Which.FIRST, slice(0, 4)), (Which.LATER, slice(4, None))):
-        made = logits(scheduled(relu, Schedule("", calls, which)), calls)
+        made = logits(scheduled(relu, Schedule("", calls, which)))
         assert apart(made[:, tokens], right[:, tokens]) > 1e-3
-    first = logits(scheduled(relu, Schedule("", calls, Which.FIRST)), calls)
+    first = logits(scheduled(relu, Schedule("", calls, Which.FIRST)))
     assert apart(first[:, :4], wrong[:, :4]) < NOTHING
 
 
@@ -286,7 +282,7 @@ def whole_of(label: str, block: int | None) -> Candidate:
     return everywhere(one) if block is None else Candidate(((one, block),))
 
 
-ZERO, ONE_BLOCK, LAST = ("the scores are multiplied by zero", None), ("blocks 0 0", None), ("layer-missing: it does not run", 1)
+ONE_BLOCK, LAST = ("blocks 0 0", None), ("layer-missing: it does not run", 1)
 IN_MODULES: list[tuple[str, int | None]] = [
     *(("ln_2 layernorm-eps: epsilon 1e-06;", 1), ("ln_f final-norm-missing", None), ("gelu-variant: quick:", 1)),
     *(("mask-missing: every", 1), ("mask-strict: a token sees only", 1), ("mask-off-by-one", 0), ("the queries are mixed", 1)),
@@ -294,18 +290,11 @@ IN_MODULES: list[tuple[str, int | None]] = [
     *(("residual-missing: attention's result replaces", 0), ("residual-missing: the feed-forward's result replaces", 1)),
 ]
 IN_DUMPS: list[tuple[str, int | None, str]] = [
-    *(
-        (*ONE_BLOCK, "usual"),
-        (*LAST, "mid"),
-        (*ZERO, "mid"),
-        ("cache-inconsistent: the softmax divides by one more", None, "full"),
-    ),
+    *((*ONE_BLOCK, "usual"), (*LAST, "mid"), ("cache-inconsistent: the softmax divides by one more", None, "full")),
 ]
 IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
-    *((*one, "logits") for one in (ZERO, ONE_BLOCK, LAST)),
+    *((*one, "logits") for one in (ONE_BLOCK, LAST)),
     *((*ONE_BLOCK, "mid"), (*LAST, "usual"), ("scale-by-width: the scores are divided by the root", None, "usual")),
-    (*ZERO, "usual"),
-    ("the feed-forward reads the merged heads in place", None, "logits"),
     ("without the last norm", None, "logits"),
     ("every token sees the whole", 1, "logits"),
     ("every product with a matrix are rounded to bfloat16", None, "full"),
@@ -333,8 +322,7 @@ def test_a_module_with_an_alternative_has_this_cause_at_this_place_and_no_other(
 def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_and_no_other(
     label: str, block: int | None, level: str
 ) -> None:
-    """A factor of zero was called a cache, one block's weights in all blocks a block that runs again. In the precision that hides
-    most, too."""
+    """One block's weights in all blocks were a block that runs again. In the precision that hides most, too."""
     whole = whole_of(label, block)
     (wanted,) = whole.causes(CONFIG.n_layer)
     for dtype in (torch.float32, torch.float16)[: 1 + (level == "usual")]:

@@ -18,10 +18,9 @@ from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.alternatives import loading, schedule, table
+from gpt2.port.alternatives import loading, norms, table
 from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.norms import axes
 from gpt2.port.alternatives.outside import orders, sequence_faults
 from gpt2.port.dump.batch import Batch
 from gpt2.port.dump.explaining import DumpExplainer, Explanation
@@ -84,16 +83,6 @@ def test_a_fault_says_its_own_correction(words: str, fix: str, model: GPT2, ids:
     (found,) = Candidate(sites).causes(CONFIG.n_layer)
     assert found.fix is not None
     assert fix in found.fix
-
-
-def test_rows_are_run_as_one_only_if_they_are_few(model: GPT2) -> None:
-    """16 rows of 1,024 tokens as one row: attention's scores alone would take 26 GB at gpt2's shape."""
-    few, many = (
-        {one.words for one in table(Model(model.state_dict(), CONFIG, torch.zeros(rows, 8, dtype=torch.long)), schedule)}
-        for rows in (2, 512)
-    )
-    assert any("sees the tokens of the rows before it" in words for words in few - many)
-    assert not any("sees the tokens of the rows before it" in words for words in many)
 
 
 @torch.no_grad()
@@ -220,7 +209,7 @@ def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""
     calls = ((0, 4), *((n, n + 1) for n in range(4, 9)))
     one = next((one for one in alternatives() if part and part in one.label), None)
-    shown = logits(scheduled(one, Schedule("", calls, Which.FIRST)) if one else None, calls)
+    shown = logits(scheduled(one, Schedule("", calls, Which.FIRST)) if one else None)
     explanation = explained(mutated(), mutated_ids(), {"logits": shown})
     assert explanation.right == (not part)
     if part:
@@ -233,7 +222,7 @@ def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(
     """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
     exception, or another norm."""
     own = Model(model.state_dict(), CONFIG, ids)
-    some = [replace(one, edits={}) for one in axes(own) if one.outside]
+    some = [replace(one, formulas=one.outside) for one in table(own, norms) if one.id == "layernorm-axis" and one.outside]
     part = Part(own, "ln_f", None, {"ln_f": own.trace(Program())["ln_f"]}, {})
     compared = 0
     for one, value in run(part, [Candidate(((one, None),)) for one in some]):
@@ -247,7 +236,7 @@ def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
     """They came in the order of trying. An explanation with fewer faults still comes before a common one with more."""
 
     def candidate(*ids: str) -> Candidate:
-        return Candidate(((Alternative(ids[0], ids[0], where="ln_1", also=tuple((id, id) for id in ids[1:])), 0),))
+        return Candidate(((Alternative(ids[0], ids[0], {}, "ln_1", also=tuple((id, id) for id in ids[1:])), 0),))
 
     common, rare, both = candidate("layernorm-axis"), candidate("parallel-block"), candidate("gelu-variant", "layernorm-axis")
     assert sorted([rare, both, common], key=lambda one: one.order_of_naming) == [common, rare, both]
@@ -283,11 +272,3 @@ def test_no_fault_explains_an_unknown_computation(model: GPT2, ids: Tensor) -> N
         ).explanation()
     assert not found.hypotheses
     assert not found.right
-
-
-def test_a_root_on_one_side_of_the_scores_is_named_from_logits(model: GPT2, ids: Tensor) -> None:
-    """Queries and keys are each divided by the fourth root of a head's size; with one forgotten, logits showed nothing."""
-    edits = {"attn.scores": lambda c, s: CONFIG.head_dim**0.25 * c.right("attn.scores", s)}
-    logits = Model(model.state_dict(), CONFIG, ids).trace(Program(dict.fromkeys(range(2), edits)))["logits"]
-    (fault,) = explained(model, ids, {"logits": logits}).hypotheses[0].faults
-    assert (fault.id, "fourth root" in fault.detail) == ("scale-wrong", True)

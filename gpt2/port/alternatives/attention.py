@@ -37,6 +37,7 @@ SCALES: dict[str, tuple[str, Scale]] = {
     "the scores are multiplied by the root of a head's size, not divided": ("scale-wrong", lambda c, n: c.head_dim**0.5),
     "the scores are divided by the root of the number of heads": ("scale-wrong", lambda c, n: c.n_head**-0.5),
     "the scores are divided by 8, as heads of 64 need it": ("scale-wrong", lambda c, n: 0.125),
+    "the fourth root of a head's size divides the queries or the keys alone": ("scale-wrong", lambda c, n: c.head_dim**-0.25),
     "the scores are multiplied by twice the factor": ("scale-wrong", lambda c, n: 2 * c.head_dim**-0.5),
     "the scores are multiplied by half the factor": ("scale-wrong", lambda c, n: 0.5 * c.head_dim**-0.5),
     "the scores are also divided by the number of the layer": (BY_LAYER, lambda c, n: c.head_dim**-0.5 / (n + 1)),
