@@ -297,7 +297,6 @@ IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
     *((*ONE_BLOCK, "mid"), (*LAST, "usual"), ("scale-by-width: the scores are divided by the root", None, "usual")),
     ("without the last norm", None, "logits"),
     ("every token sees the whole", 1, "logits"),
-    ("every product with a matrix are rounded to bfloat16", None, "full"),
     ("memory as (head, batch, token, unit)", None, "full"),
     ("attention's result is dropped", None, "full"),
     ("ln_1 layernorm-axis: the norm runs over all tokens, for each feature, as a batch norm", None, "full"),

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.port.alternatives import entries
 from gpt2.port.alternatives.alternative import Alternative, family
 from gpt2.port.alternatives.norms import normed
-from gpt2.port.graph import MODULES, READS, THIRDS, Edits, Formula, Model, Site, State, affine
+from gpt2.port.graph import MODULES, READS, THIRDS, Edits, Formula, Function, Model, Site, State, affine
 
 Pair = tuple[Tensor, Tensor]  # weight (I, O) and bias (O,)
 Change = Callable[[Site, str], Pair]  # from a module's name to what it holds
@@ -42,17 +42,8 @@ def held(c: Site, module: str) -> Pair:
     return c[f"{module}.weight"], c[f"{module}.bias"]
 
 
-def weighted(change: Callable[[Tensor], Tensor]) -> Change:
-    return lambda c, module: (change(held(c, module)[0]), held(c, module)[1])
-
-
-def biased(change: Callable[[Tensor], Tensor]) -> Change:
-    return lambda c, module: (held(c, module)[0], change(held(c, module)[1]))
-
-
-def _both(change: Callable[[Tensor], Tensor], c: Site, module: str) -> Pair:
-    weight, bias = map(change, held(c, module))
-    return weight, bias
+def altered(weight: Function = lambda x: x, bias: Function = lambda x: x) -> Change:
+    return lambda c, module: (weight(held(c, module)[0]), bias(held(c, module)[1]))
 
 
 @family
@@ -63,10 +54,10 @@ def matrices(model: Model) -> Iterator[Alternative]:
         weight, is_c_attn = model.state[f"h.0.{name}"], module == "attn.c_attn"
         some = entries.misread_c_attn(weight, model.config) if is_c_attn else entries.misread(name, weight, model.config)
         for one in some:
-            of_weight = read(weighted(one.change), *nodes)
+            of_weight = read(altered(one.change), *nodes)
             if is_c_attn and one not in (entries.RESHAPED, entries.CUT):
-                both = read(partial(_both, one.change), *nodes)
-                ways = {"c_attn": both, "c_attn's weight": of_weight, "c_attn's bias": read(biased(one.change), *nodes)}
+                both = read(altered(one.change, one.change), *nodes)
+                ways = {"c_attn": both, "c_attn's weight": of_weight, "c_attn's bias": read(altered(bias=one.change), *nodes)}
                 yield from (Alternative(one.id, f"{what} {one.words}", edits, module) for what, edits in ways.items())
             else:
                 yield Alternative(one.id, f"the weight {one.words}", of_weight, name)
@@ -75,9 +66,9 @@ def matrices(model: Model) -> Iterator[Alternative]:
         turned: dict[str, Formula] = {f"attn.{one}": partial(_turned, one) for one in letters}
         yield Alternative("transposed", words, turned, "attn.c_attn" if letters == "qkv" else None)
     words = "both matrices of the feed-forward were reshaped where they had to be transposed"
-    yield Alternative("transposed", words, read(weighted(entries.RESHAPED.change), "mlp.c_fc", "mlp.c_proj"), "mlp")
+    yield Alternative("transposed", words, read(altered(entries.RESHAPED.change), "mlp.c_fc", "mlp.c_proj"), "mlp")
     words = "every matrix was reshaped where it had to be transposed"
-    yield Alternative("transposed", words, read(weighted(entries.RESHAPED.change), *MODULES), "")
+    yield Alternative("transposed", words, read(altered(entries.RESHAPED.change), *MODULES), "")
 
 
 def _turned(letter: str, c: Site, s: State) -> Tensor:
@@ -89,15 +80,15 @@ def _turned(letter: str, c: Site, s: State) -> Tensor:
 def biases(model: Model) -> Iterator[Alternative]:
     """Yield biases that are lost, added several times, or taken from elsewhere."""
     for module, what in WHAT.items():
-        edits = read(biased(torch.zeros_like), *NODES_OF[module])
+        edits = read(altered(bias=torch.zeros_like), *NODES_OF[module])
         yield Alternative("missing-bias", f"{what}: no bias is added", edits, module)
-    linear = read(biased(torch.zeros_like), *MODULES)
+    linear = read(altered(bias=torch.zeros_like), *MODULES)
     yield Alternative("missing-bias", "no linear layer has a bias", linear, "")
     norms = {part: normed(part, lambda c, x, part: c.norm(x, part) - c.numbers(part)[1]) for part in ("ln_1", "ln_2")}
     yield Alternative("missing-bias", "neither linear layers nor norms have a bias", {**norms, **linear}, "")
     lent: Change = lambda c, module: (held(c, module)[0], held(c, OTHER[module])[1])  # noqa: E731
     for one, other in OTHER.items():
-        twice = read(biased(lambda b: 2 * b), one)
+        twice = read(altered(bias=lambda b: 2 * b), one)
         yield Alternative("extra-bias", "the bias is added 2 times", twice, f"{one}.bias")
         yield Alternative("wrong-tensor", f"{one}.bias holds the checkpoint's {other}.bias", read(lent, one), one)
     words = "the biases of the two c_proj have changed places"

@@ -35,24 +35,23 @@ LAST_STEPS: tuple[tuple[Cause, Function], ...] = tuple(
     )
 )
 BY = "rows of the position table are taken by"
-Rows = Callable[[Tensor, Tensor, int], Tensor]  # from ids (B, T), their numbers (T,), and how many rows the table has
-# Other rows of the position table, (T,) or (B, T), and what they depend on.
+Rows = Callable[[Tensor, int], Tensor]  # from ids (B, T), and how many rows the table has
+# Other rows of the position table, (B, T), and what they depend on.
 OTHER_ROWS: dict[str, tuple[Rows, str]] = {
-    "every token is given position 0": (lambda ids, at, room: 0 * at, ""),
-    f"{BY} token id, not by position": (lambda ids, at, room: ids.clamp(max=room - 1), ""),
-    f"{BY} token id, not by position, modulo its length": (lambda ids, at, room: ids % room, ""),
-    f"{BY} the row of the batch, not by position": (
-        lambda ids, at, room: torch.arange(len(ids))[:, None].expand_as(ids).clamp(max=room - 1),
-        ROWS,
-    ),
+    "every token is given position 0": (lambda ids, room: 0 * ids, ""),
+    f"{BY} token id, not by position": (lambda ids, room: ids.clamp(max=room - 1), ""),
+    f"{BY} token id, not by position, modulo its length": (lambda ids, room: ids % room, ""),
+    f"{BY} the row of the batch, not by position": (lambda ids, room: _numbers(ids.t()).t().clamp(max=room - 1), ROWS),
 }
 # Positions that go wrong in later calls, from a call's first token and the one behind its last; whether the first call shows it.
 IN_CALLS: dict[str, tuple[Callable[[int, int], Tensor], bool]] = {
     "begin anew in each call": (lambda a, e: torch.arange(e - a), False),
     "are that of the call's first token": (lambda a, e: torch.full((e - a,), a), True),
-    "are one too far in later calls": (lambda a, e: torch.arange(a, e) + int(a > 0), False),
-    "are one too near in later calls": (lambda a, e: torch.arange(a, e) - int(a > 0), False),
 }
+
+
+def _numbers(ids: Tensor) -> Tensor:
+    return torch.arange(ids.shape[1]).expand_as(ids)
 
 
 def other_rows(model: Model) -> Iterator[tuple[str, Rows, str]]:
@@ -61,10 +60,10 @@ def other_rows(model: Model) -> Iterator[tuple[str, Rows, str]]:
     usual = range(1, min(room, MOST_SHIFTS)) if model.small else SHIFTS
     for n in sorted({n for n in (*usual, tokens, room - tokens) if n > 0}):
         if n <= room - tokens:
-            yield f"positions begin at row {n}, not at 0", lambda ids, at, room, n=n: at + n, ""
+            yield f"positions begin at row {n}, not at 0", lambda ids, room, n=n: _numbers(ids) + n, ""
         if n <= tokens:
-            yield f"positions begin at row -{n}, the end of the table", lambda ids, at, room, n=n: (at - n) % room, ""
-            yield f"positions lag by {n}", lambda ids, at, room, n=n: (at - n).clamp(min=0), ""
+            yield f"positions begin at row -{n}, the end of the table", lambda ids, room, n=n: (_numbers(ids) - n) % room, ""
+            yield f"positions lag by {n}", lambda ids, room, n=n: (_numbers(ids) - n).clamp(min=0), ""
     yield from ((words, rows, sees) for words, (rows, sees) in OTHER_ROWS.items())
 
 
@@ -74,12 +73,8 @@ def positions(model: Model) -> Iterator[Alternative]:
     root, room, table = math.sqrt(model.config.n_embd), model.config.n_positions, model.state["wpe.weight"]
     added: list[tuple[str, str, Callable[[Site], Tensor], str]] = []  # id, words, what is added, what it depends on
 
-    def taken(rows: Rows, c: Site) -> Tensor:
-        every = c.model.always(rows, lambda: rows(c.model.ids, torch.arange(c.model.ids.shape[1]), room))
-        return table[every[..., c.begin : c.end]]
-
     for words, rows, sees in other_rows(model):
-        added.append(("position-offset", words, lambda c, rows=rows: taken(rows, c), sees))
+        added.append(("position-offset", words, lambda c, f=rows: table[f(c.model.ids, room)[..., c.begin : c.end]], sees))
     for label, waves in sinusoids(model.ids.shape[1], model.config.n_embd):
         words, waves = f"positions are sines and cosines, not the checkpoint's learned ones ({label})", waves.to(model.dtype)
         added.append(("position-sinusoidal", words, lambda c, w=waves: w[c.begin : c.end], ""))

@@ -1,4 +1,4 @@
-"""Numbers in fewer bits: values at any node, inputs of products, parameters, alone and all together."""
+"""Numbers in fewer bits: values at any node, parameters, alone and all together."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, changed, family
-from gpt2.port.alternatives.loading import MATRICES, NODES_OF, held, read
+from gpt2.port.alternatives.loading import MATRICES, NODES_OF, altered, read
 from gpt2.port.alternatives.norms import layer_norm, normed
-from gpt2.port.graph import MODULES, READS, Edits, Function, Model, Site, State, affine
+from gpt2.port.graph import Edits, Function, Model, Site, State
 
 ID = "reduced-precision"
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn": torch.float8_e4m3fn}
@@ -63,7 +63,7 @@ INTEGERS: dict[str, Function] = {"int8": partial(in_integers, (0,)), "int8 a ten
 
 @family
 def values(model: Model) -> Iterator[Alternative]:
-    """Yield values of one node in fewer bits, of all nodes together, and both factors of every product with a matrix."""
+    """Yield values of one node in fewer bits, and of several together."""
     for dtype, narrow in FLOATS.items():
         for words, nodes in VALUES.items():
             several, of_weights = len(nodes) > 1, nodes == ("attn.weights",)
@@ -71,18 +71,10 @@ def values(model: Model) -> Iterator[Alternative]:
             yield Alternative(ID, f"{words} {dtype}", changed(narrow, *nodes), where, rare=True, shared=shared)
         words, fix = f"the activation takes and gives {dtype}, as a table of its values does", "compute it, without a table"
         yield Alternative(ID, words, changed(narrow, "mlp.c_fc", "mlp.act"), "mlp.act", fix=fix)
-        edits = {node: partial(_product, node, narrow) for node in MODULES} | changed(narrow, "ln_f", "head")
-        words = f"both factors of every product with a matrix are rounded to {dtype}"
-        yield Alternative(ID, words, edits, "", rare=True, shared=True)
     for (dtype, narrow), (what, letters) in itertools.product(CACHED.items(), CACHES.items()):
         edits = changed(narrow, *(f"attn.{letter}h" for letter in letters))
         fix = "keep the cache in float32, as k and v are"
         yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", fix=fix, rare=True, shared=True)
-
-
-def _product(node: str, narrow: Function, c: Site, s: State) -> Tensor:
-    weight, bias = c.linear(node)
-    return affine(narrow(s[READS[node][0]]), narrow(weight), bias)
 
 
 @family
@@ -106,10 +98,7 @@ def parameters(model: Model) -> Iterator[Alternative]:
 
 
 def _rounded(narrow: Function, modules: tuple[str, ...], biases: bool) -> Edits:
-    def change(c: Site, module: str) -> tuple[Tensor, Tensor]:
-        weight, bias = held(c, module)
-        return narrow(weight), narrow(bias) if biases else bias
-
+    change = altered(narrow, narrow) if biases else altered(narrow)
     return read(change, *(node for module in modules for node in NODES_OF[module]))
 
 

@@ -48,12 +48,8 @@ NORMS: dict[str, Normed] = {
 }
 
 
-def _normed_sum(norm: Normed) -> Adding:
-    return lambda c, t, n: norm(c, t[0] + t[1], n)
-
-
-def _normed_branch(norm: Normed) -> Adding:
-    return lambda c, t, n: t[0] + norm(c, t[1], n)
+def _normed(norm: Normed, behind: bool) -> Adding:
+    return (lambda c, t, n: norm(c, t[0] + t[1], n)) if behind else (lambda c, t, n: t[0] + norm(c, t[1], n))
 
 
 def _sums(model: Model) -> Iterator[tuple[str, str, Adding]]:
@@ -72,8 +68,8 @@ def _sums(model: Model) -> Iterator[tuple[str, str, Adding]]:
         yield "residual-scaled", words, lambda c, t, n, f=factor: f * (t[0] + t[1])
     yield "residual-scaled", "{} is subtracted, not added", lambda c, t, n: t[0] - t[1]
     for how, norm in NORMS.items():
-        yield "extra-norm", f"{{}} is added and the sum normalised, by {how}", _normed_sum(norm)
-        yield "extra-norm", f"{{}} is normalised before it is added, by {how}", _normed_branch(norm)
+        yield "extra-norm", f"{{}} is added and the sum normalised, by {how}", _normed(norm, True)
+        yield "extra-norm", f"{{}} is normalised before it is added, by {how}", _normed(norm, False)
 
 
 @family
@@ -84,11 +80,10 @@ def sums(model: Model) -> Iterator[Alternative]:
         where = tuple(SUMS[node][4] for node in nodes) if id == "extra-norm" else "" if nodes == BOTH else None
         yield Alternative(id, words.format(what), {node: summed(node, adding) for node in nodes}, where)
     for (how, norm), behind, nodes in itertools.product(NORMS.items(), (True, False), (BOTH, ("mid",), ("",))):
-        adding = _normed_sum(norm) if behind else _normed_branch(norm)
         words = f"the norms stand behind the branches, {'ln(x + branch(x))' if behind else 'x + ln(branch(x))'}, not before them"
         words += "" if how == "its own norm" else f"; each is {how}"
         none = {SUMS[node][2]: (lambda c, s, source=SUMS[node][0]: s[source]) for node in nodes}
-        edits: dict[str, Formula] = {**none, **{node: summed(node, adding) for node in nodes}}
+        edits: dict[str, Formula] = {**none, **{node: summed(node, _normed(norm, behind)) for node in nodes}}
         yield Alternative("post-norm", words, edits, "" if nodes == BOTH else SUMS[nodes[0]][2], rare=nodes != BOTH)
 
 
