@@ -25,11 +25,6 @@ CLEAR = 100.0  # times the rounding of a weight: those whose logarithm is fitted
 LEAST = 1e-4  # the least weight whose logarithm is fitted
 LEAST_SEEN = 4  # differences of scores that show a factor
 NEIGHBOURS = 0.02  # of the span of a function's results: how far those of neighbouring arguments may be apart
-GATES = {"tanh": (torch.tanh, torch.atanh), "erf": (torch.erf, torch.erfinv)}  # of GELU, and their inverses
-OPEN = 0.98  # a gate that is further from 0 than this shows its argument badly
-LEAST_OPEN = 12  # results that show two constants
-SNAP = 0.01  # relative difference of a fitted constant and the one that was meant
-ROOT, CUBE = math.sqrt(2 / math.pi), 0.044715
 LEAST_WAVES = 5  # positions that show whether they are waves
 WAVE_ERROR = 1e-4  # of a table in float32
 BENT = 1.9  # 2 cos(frequency) of the fastest column at most: a straight line has 2
@@ -80,10 +75,6 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
         fault = Cause.at("gelu-variant", "mlp.act", f"your activation is {'' if times == 1 else f'{times:.6g} times '}{words}")
         if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
             return fit
-    for half in (0.5, 1.0):
-        for gate in GATES:
-            if (fit := _gated(seen, x, rows, half, gate)) is not None:
-                return fit
     order = u.argsort()
     steps, gaps = y[order].diff(), u[order].diff()
     smooth = steps.abs() <= NEIGHBOURS * span + 4 * gaps * max(span / width, 1.0)
@@ -92,29 +83,6 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
     at = ", ".join(f"f({float(u[i]):.3g}) = {float(y[i]):.4g}" for i in order[:: max(1, len(order) // SHOWN)][:SHOWN].tolist())
     fault = Cause.at("gelu-variant", "mlp.act", f"an activation that is none of those known here: {at}")
     return seen.fitted(seen.value, rows, fault)
-
-
-def _gated(seen: Observed, x: Tensor, rows: Tensor, half: float, gate: str) -> Fit | None:
-    """Return the fit of ``half`` x (1 + gate(a x + b x^3)): GELU with other constants. Rounded results do not show a function of
-    no known form well enough for what follows from it."""
-    function, inverse = GATES[gate]
-    u, y = x[rows].flatten(), seen.value[rows].flatten()
-    opened = y / (half * u) - 1
-    some = (opened.abs() < OPEN) & (u.abs() > SNAP * float(u.abs().max()))
-    u, opened = u[some], opened[some]
-    if len(u) < LEAST_OPEN:
-        return None
-    trust = u.abs() * (1 - opened.square())  # the slope of a gate, about
-    columns, wanted = trust[:, None] * torch.stack([u, u**3], 1), trust * inverse(opened)
-    a, b = torch.linalg.lstsq(columns, wanted[:, None]).solution[:, 0].tolist()
-    for slope in (*(float(f"{a:.{digits}g}") for digits in (2, 3, 4)), a):
-        for cube in (CUBE * slope, 0.0, *(float(f"{b:.{digits}g}") for digits in (2, 3, 4)), b):
-            theirs = f"your activation is {half:g} x (1 + {gate}({slope:.6g} x + {cube:.6g} x^3))"
-            words = f"{theirs}; GPT-2's is 0.5 x (1 + tanh({ROOT:.6g} x + {ROOT * CUBE:.6g} x^3))"
-            value = half * x * (1 + function(slope * x + cube * x**3))
-            if (fit := seen.fitted(value, rows, Cause.at("gelu-variant", "mlp.act", words))) is not None:
-                return fit
-    return None
 
 
 def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: Tensor) -> Fit | None:
