@@ -21,7 +21,7 @@ from gpt2.port.diagnosis import diagnose
 from gpt2.port.terms.causes import CAUSES
 
 DEFAULT = (
-    *("fused: gelu-erf", "fused: viewed-fc", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-columns"),
+    *("fused: gelu-erf", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-interleaved"),
     *("italiano: scale-by-width@1 gelu-erf@2", "conv1d: transposed-proj@1", "scanned: wrong-fc@1"),
 )
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}

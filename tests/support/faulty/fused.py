@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from support.faulty.loading import put
 from support.faulty.shared import activation, divisor, normalise, order, sines, turned, wired
 
-HAND = {"rmsnorm", "not-normalising", "unbiased", "annotated", "eps-outside", "norm-upcast", "norm-over-tokens"}
+HAND = {"rmsnorm", "not-normalising", "unbiased", "annotated", "norm-upcast"}
 
 
 class HandNorm(nn.Module):
@@ -60,15 +60,14 @@ class SelfAttention(nn.Module):
         if "mask-multiplied" in wrong:
             att = att * self.mask[:t, :t]
         else:
-            nothing = -1e9 if wrong & {"mask-strict", "softmax-batch"} else -math.inf
+            nothing = -1e9 if "mask-strict" in wrong else -math.inf
             att = att.masked_fill(self.mask[:t, :t] == 0, -1e4 if "mask-1e4" in wrong else nothing)
         if "softmax-upcast" in wrong:
             att = att.float()
-        axis = {"softmax-queries": -2, "softmax-batch": 0}
         if "softmax-missing" in wrong:
             att = att.masked_fill(self.mask[:t, :t] == 0, 0.0)
         else:
-            att = F.softmax(att, dim=next((axis[word] for word in axis if word in wrong), -1))
+            att = F.softmax(att, dim=-2 if "softmax-queries" in wrong else -1)
         if "dropout-in-training" in wrong:
             att = F.dropout(att, 0.1, self.training)
         self.weights = att

@@ -49,10 +49,6 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
         name: tensor for name, tensor in load_file(Path(directory) / "model.safetensors").items() if name in expected(config)
     }
     right = dict(state)
-    fresh = torch.Generator().manual_seed(7)
-
-    def initial(name: str) -> Tensor:
-        return torch.randn(right[name].shape, generator=fresh) * 0.02
 
     for word in faults.sites:
         for layer in faults.layers(word, config.n_layer):
@@ -62,19 +58,14 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
             match word:
                 case "transposed-proj":
                     state[c_proj + "weight"] = right[c_proj + "weight"].t()
-                case "viewed-fc":  # view(F, D) in place of .t(); here converted back to [in, out]
-                    w = right[c_fc + "weight"]
-                    state[c_fc + "weight"] = w.reshape(w.size(1), w.size(0)).t()
                 case "qkv-kqv":
                     for leaf in ("weight", "bias"):
                         parts = dict(zip("qkv", right[c_attn + leaf].chunk(3, dim=-1), strict=True))
                         state[c_attn + leaf] = torch.cat([parts[letter] for letter in "kqv"], dim=-1)
-                case "qkv-cut":
-                    w = right[c_attn + "weight"]
-                    state[c_attn + "weight"] = torch.cat([*w.reshape(3, len(w), len(w))], dim=1)
-                case "head-interleaved" | "head-columns":
+                case "head-interleaved":  # read as (H, 3, K), returned in our order (3, H, K)
                     for leaf in ("weight", "bias"):
-                        state[c_attn + leaf] = _relaid(right[c_attn + leaf], config, word)
+                        columns = right[c_attn + leaf].unflatten(-1, (config.n_head, 3, config.head_dim))
+                        state[c_attn + leaf] = columns.transpose(-3, -2).flatten(-3)
                 case "not-loaded-biases":
                     state[c_attn + "bias"] = torch.zeros_like(right[c_attn + "bias"])
                 case "wrong-fc":
@@ -91,14 +82,12 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                     state[c_fc + "weight"] = right[c_fc + "weight"].bfloat16().float()
     if "heads-permuted" in faults:
         state |= _permuted(right, config)
-    if "not-loaded-wpe" in faults:
-        state["wpe.weight"] = initial("wpe.weight")
     if "wpe-rolled" in faults:
         state["wpe.weight"] = right["wpe.weight"].roll(1, 0)
     if "bf16-on-the-way" in faults:
         state = {name: tensor.bfloat16().float() for name, tensor in state.items()}
     if "untied-head" in faults:
-        state["lm_head.weight"] = initial("wte.weight")
+        state["lm_head.weight"] = torch.randn(right["wte.weight"].shape, generator=torch.Generator().manual_seed(7)) * 0.02
     return named_parts(state)
 
 
@@ -112,14 +101,6 @@ def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]
             moved[f"{at}c_attn.{leaf}"] = torch.cat([part[..., order] for part in right[f"{at}c_attn.{leaf}"].chunk(3, -1)], -1)
         moved[f"{at}c_proj.weight"] = right[f"{at}c_proj.weight"][order]
     return moved
-
-
-def _relaid(columns: Tensor, config: GPT2Config, word: str) -> Tensor:
-    """The fused projection with columns in another order: the three parts of a head together, or the head last."""
-    heads, size = config.n_head, config.head_dim
-    if word == "head-interleaved":  # read as (H, 3, K), returned in our order (3, H, K)
-        return columns.unflatten(-1, (heads, 3, size)).transpose(-3, -2).flatten(-3)
-    return columns.unflatten(-1, (3, size, heads)).transpose(-2, -1).flatten(-3)
 
 
 def named_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

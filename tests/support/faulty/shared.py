@@ -9,12 +9,12 @@ from torch.nn import functional as F
 def normalise(x, weight, bias, wrong):
     if "not-normalising" in wrong:
         return x * weight + bias
-    axes = (1,) if "norm-over-tokens" in wrong else (0, 1) if "batch-statistics" in wrong else (-1,)
+    axes = (0, 1) if "batch-statistics" in wrong else (-1,)
     centred = x if "rmsnorm" in wrong else x - x.mean(axes, keepdim=True)
     number = math.prod(x.shape[axis] for axis in axes) - bool(wrong & {"unbiased", "annotated"})
     variance = centred.square().sum(axes, keepdim=True) / number
     eps = 1e-6 if "annotated" in wrong else 1e-5
-    y = centred / (variance.sqrt() + eps if wrong & {"annotated", "eps-outside"} else (variance + eps).sqrt())
+    y = centred / (variance.sqrt() + eps if "annotated" in wrong else (variance + eps).sqrt())
     return y * weight + bias
 
 
@@ -40,7 +40,7 @@ def wired(x, ln_1, attend, ln_2, feed, wrong):
     if not wrong & {"residual-missing", "residual-missing-attn"}:
         branch = branch + (normed if "residual-from-normed" in wrong else x)
     x = branch
-    normed = x if "ln_2-missing" in wrong else ln_2(x)
+    normed = ln_2(x)
     branch = feed(normed) * (0.5 if "residual-halved" in wrong else 1)
     return branch if "residual-missing" in wrong else branch + (normed if "residual-from-normed" in wrong else x)
 
@@ -48,8 +48,7 @@ def wired(x, ln_1, attend, ln_2, feed, wrong):
 def order(n, faults):
     """The numbers of the blocks that run."""
     found = [layer for layer in range(n) if layer not in faults.layers("layer-missing", n)]
-    found = sorted(found + faults.layers("layer-repeated", n))
-    return found[::-1] if "layer-reversed" in faults else found
+    return sorted(found + faults.layers("layer-repeated", n))
 
 
 def sines(t, width):
