@@ -1,4 +1,4 @@
-"""Errors that the user can fix, functions that make untrusted text safe to print, the one guard of memory,
+"""Errors that the user can fix, functions that make text and numbers of bytes fit to print, the one guard of memory,
 and the one reading of ``~`` in a path.
 
 A wrong name, path, file or flag raises :class:`InputError` with one line: what is wrong, where, and what to do. The command
@@ -90,6 +90,15 @@ def require_memory(needed: float, what: str, advice: str, most: float = math.inf
     if needed > limit:
         has = f"and at most {limit / 1e9:,.1f} fit here" if limit == most else f"this machine has {limit / 0.9 / 1e9:,.1f}"
         raise InputError(f"{what} need about {needed / 1e9:,.1f} GB, {has}; {advice}")
+
+
+def size(n_bytes: float) -> str:
+    """Format a number of bytes: ``"7.7 MB"``."""
+    for unit in ("B", "kB", "MB"):
+        if n_bytes < 1000:
+            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
+        n_bytes /= 1000
+    return f"{n_bytes:.2f} GB"
 
 
 def user_path(text: str | os.PathLike[str]) -> Path:

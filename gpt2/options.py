@@ -2,12 +2,13 @@
 
 import argparse
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import MISSING, Field, field, fields
-from difflib import get_close_matches
+from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
-from typing import Any, TypeVar, cast, get_args, get_origin
+from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
+
+from gpt2.errors import InputError, did_you_mean
 
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -16,8 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def option(help: str, metavar: str | None = None, default: Any = None, **how: Any) -> Any:
     """Return a field that is ``--name`` on the command line. Its type says how it is read; a tuple is given again and again.
 
-    ``how``: argparse's ``choices`` and ``type``, a ``group`` of which one is given, or ``placed``, an argument without a name, of
-    which a tuple takes the rest. A field of a dataclass that is made otherwise is a keyword of the function alone.
+    ``how``: argparse's ``choices``, the ``least`` of a number, a ``group`` of which one is given, or ``placed``, an argument
+    without a name, of which a tuple takes the rest. A field that is made otherwise is a keyword of the function alone.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar, **how})
 
@@ -30,13 +31,6 @@ def device_option(what: str = "where the model runs", default: str | None = "cpu
     return option(f"{what}: cpu, cuda, cuda:1, mps, or auto for the first of cuda, mps and cpu that is here", "D", default)
 
 
-def seed(text: str) -> int:
-    """Read a number that every random generator here accepts."""
-    if not 0 <= (value := int(text)) < 2**63:
-        raise argparse.ArgumentTypeError("a seed is a whole number from 0 to 2**63 - 1")
-    return value
-
-
 def whole(text: str) -> int:
     """Read a whole number that fits 64 bits."""
     with suppress(ValueError):
@@ -45,10 +39,18 @@ def whole(text: str) -> int:
     raise argparse.ArgumentTypeError(f"invalid int value: {text[:40]!r}")
 
 
-seed_option = partial(option, default=0, type=seed)
+seed_option = partial(option, default=0, least=0)
 revision_option = partial(option, "branch, tag or commit of a Hub repository", "REV")
 offline_option = partial(option, "make no request; use what the cache holds", default=False)
-json_option = partial(option, "write the result as JSON to FILE; - is stdout, and nothing else goes there", "FILE")
+JSON = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Command:
+    """What every command takes; its help stands behind the command's own options."""
+
+    json: str | None = option(JSON, "FILE")
+    WITHOUT_EFFECT: ClassVar[dict[str, tuple[str, ...]]] = {}  # beside an option that is given: those that then have none
 
 
 def flag_of(each: "Field[Any]") -> str:
@@ -67,7 +69,7 @@ def help_of(each: "Field[Any]") -> str:
 def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add each field to a parser. What it parses holds only what was given; :func:`read` knows the defaults."""
     groups: dict[str | None, Any] = {None: parser}
-    for each in fields(settings):
+    for each in sorted(fields(settings), key=lambda each: each.name == "json"):
         if "help" not in each.metadata:
             continue
         kind = each.type
@@ -77,8 +79,8 @@ def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
         if kind is bool:
             how["action"] = "store_true"
         else:
-            how |= {key: each.metadata[key] for key in ("metavar", "choices", "type") if key in each.metadata}
-            how.setdefault("type", whole if int in kinds else float if float in kinds else None)
+            how |= {key: each.metadata[key] for key in ("metavar", "choices") if key in each.metadata}
+            how["type"] = whole if int in kinds else float if float in kinds else None
         if "placed" in each.metadata:
             how |= {"nargs": "*" if several else "?"} if optional else {}
             parser.add_argument(each.name, **how)
@@ -94,6 +96,23 @@ def read(settings: type[S], given: argparse.Namespace) -> S:
     """Return the settings that a parser of :func:`add_options` read."""
     names, values = {each.name for each in fields(settings)}, vars(given)  # type: ignore[arg-type]
     return settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in names})
+
+
+def require_sense(settings: Command) -> None:
+    """Raise InputError: a number below its least, or an option without effect beside one that is given (``WITHOUT_EFFECT``)."""
+    for each in fields(settings):
+        value, least = getattr(settings, each.name), each.metadata.get("least")
+        if least is not None and value is not None and not value >= least:
+            raise InputError(f"{flag_of(each)} {value}: give {least} or more")
+    for mode, names in settings.WITHOUT_EFFECT.items():
+        for each in changed(settings, mode):
+            require_unused(settings, flag_of(each), names)
+
+
+def require_unused(settings: Any, mode: str, names: Sequence[str]) -> None:
+    """Raise InputError if one of the named fields is given, which has no effect with ``mode``."""
+    for each in changed(settings, *names):
+        raise InputError(f"{flag_of(each)} has no effect with {mode}; leave it out")
 
 
 def changed(settings: Any, *names: str) -> "list[Field[Any]]":
@@ -120,10 +139,9 @@ def signed(function: F, settings: type) -> F:
 
     @wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in known:
-                near = "".join(f"; did you mean {each!r}?" for each in get_close_matches(name, known, 1))
-                raise TypeError(f"{function.__name__}() has no keyword {name!r}{near or '; it has ' + ', '.join(known)}")
+        for name in options.keys() - {*known}:
+            near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+            raise TypeError(f"{function.__name__}() has no keyword {name!r}{near}")
         return function(*args, **options)
 
     checked.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]

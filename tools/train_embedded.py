@@ -19,10 +19,10 @@ import torch
 
 import gpt2
 from gpt2.checkpoint.saving import sha256
-from gpt2.cli.train_command import show
 from gpt2.data import shakespeare
 from gpt2.measure.metrics import language_score
 from gpt2.measure.windows import Windows
+from gpt2.train.lines import show
 from gpt2.train.loop import train
 from gpt2.train.recipe import read
 

@@ -5,7 +5,7 @@ The last line has the sha256 of what is above it: so an edited card is known.
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -139,6 +139,14 @@ def write_card(folder: Path, record: Record) -> str:
         return f"{folder / CARD} is not as gpt2 wrote it, so it is left as it is"
     write(folder, {CARD: render(record)})
     return ""
+
+
+def remark_of(write: Callable[[], str]) -> str:
+    """Return the remark of a function that writes a card, or why none was written: the model is there, which must be told."""
+    try:
+        return write()
+    except InputError as error:
+        return f"no model card was written: {error}"
 
 
 def edited_card(folder: Path) -> bytes | None:

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from gpt2.cli.common import ModelSettings, Status, say, write_result
-from gpt2.options import device_option, json_option, option, pick
+from gpt2.cli.common import ModelSettings, Status, finish, say
+from gpt2.options import device_option, option, pick
 
 EXAMPLES = """\
   gpt2 bench                                      the embedded model, in seconds
@@ -23,7 +23,6 @@ class BenchSettings(ModelSettings):
     batch: int = option("rows at a time", "B", 1)
     context: int = option("tokens of a prompt", "T", 128)
     tokens: int = option("tokens to decode after it", "N", 32)
-    json: str | None = json_option()
 
 
 def run(args: BenchSettings) -> int:
@@ -32,5 +31,4 @@ def run(args: BenchSettings) -> int:
 
         how = pick(args, "pairs", "batch", "context", "tokens", "device", "revision", "offline")
         result = bench(args.model, **how, progress=status)
-    write_result(args.json, result.to_json, lambda: say(result.table()))
-    return 0
+    return finish(args, result, lambda: say(result.table()))

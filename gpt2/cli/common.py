@@ -5,15 +5,20 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.config import ACTIVATIONS
-from gpt2.errors import InputError, printable, user_path
-from gpt2.options import argument, offline_option, option, revision_option
+from gpt2.errors import InputError, printable, size, user_path
+from gpt2.options import Command, argument, offline_option, option, revision_option
+
+if TYPE_CHECKING:
+    from gpt2.checkpoint.describe import File
+    from gpt2.pages.reports import Printed
 
 S = TypeVar("S", bound=Any)
 JSON_VERSION = 4  # rises when a key is removed or changes its meaning (AGENTS.md)
@@ -26,7 +31,7 @@ def set_option(own: str = "") -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelSettings:
+class ModelSettings(Command):
     """What every command takes that reads one model."""
 
     model: str = argument("which model", "MODEL", DEFAULT)
@@ -86,11 +91,36 @@ def write_result(target: str | None, body: dict[str, Any] | Callable[[], str], s
     show()
 
 
-def save_page(target: str | None, save: Callable[[str], object]) -> None:
-    """Write the page of ``--html``, and report it on stderr."""
-    if target:
-        save(target)
-        print(f"wrote {printable(target, one_line=True)}", file=sys.stderr)
+def finish(args: Any, report: Any, show: Callable[[], None] | None = None) -> int:
+    """Write a report's page and JSON where ``args`` say, or show it; return the exit code that its ``ok`` stands for."""
+    if html := getattr(args, "html", None):
+        report.save_html(html)
+        wrote(html)
+    write_result(args.json, report.to_json, show or partial(_print, report))
+    return 0 if getattr(report, "ok", True) else 1
+
+
+def _print(report: "Printed") -> None:
+    from gpt2.pages.terminal import Terminal
+
+    report.print(Terminal(highlight=False))
+
+
+def wrote(path: str, remark: str = "") -> None:
+    """Report on stderr what was written."""
+    print(f"wrote {printable(path, one_line=True)}{remark}", file=sys.stderr)
+
+
+def note(text: str) -> None:
+    """Print a remark on stderr."""
+    print(f"note: {printable(text)}", file=sys.stderr)
+
+
+def listed(files: "Iterable[File]", notes: Iterable[str], digits: int = 64) -> list[str]:
+    """Return the lines of files, with ``digits`` of their hash, and of notes."""
+    dots = "..." if digits < 64 else ""
+    lines = [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256[:digits]}{dots}" for file in files]
+    return lines + [f"  note: {note}" for note in notes]
 
 
 class _Outlasting(io.FileIO):
@@ -155,12 +185,3 @@ class Status:
     def clear(self) -> None:
         if self.live:
             print("\r\x1b[2K", end="", file=sys.stderr, flush=True)
-
-
-def size(n_bytes: float) -> str:
-    """Format a number of bytes: ``"7.7 MB"``."""
-    for unit in ("B", "kB", "MB"):
-        if n_bytes < 1000:
-            return f"{n_bytes:.0f} {unit}" if unit == "B" else f"{n_bytes:.1f} {unit}"
-        n_bytes /= 1000
-    return f"{n_bytes:.2f} GB"

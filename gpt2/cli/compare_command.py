@@ -3,17 +3,12 @@
 import os
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import Any, ClassVar
 
-from gpt2.cli.common import Status, require_writable, save_page, say, set_option, size, write_result
+from gpt2.cli.common import Status, finish, require_writable, set_option, wrote
 from gpt2.comparison.settings import CaseTable, Settings
-from gpt2.errors import InputError, printable
-from gpt2.options import argument, changed, flag_of, json_option, option
-
-if TYPE_CHECKING:
-    from gpt2.comparison.gates import Gate, Judged
-    from gpt2.comparison.many_results import Comparisons
-    from gpt2.comparison.results import Comparison
+from gpt2.errors import InputError, size
+from gpt2.options import Command, argument, option, require_unused
 
 EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune, on a play that neither has seen
@@ -44,18 +39,13 @@ a build passes only if the whole interval does.
 
 exit code: 0 whatever the models are, but 1 if a --fail-if is met; 2 for bad input, also if the metric of a --fail-if cannot be
 measured between these models, or a file is not whole"""
-UNUSED = {  # of a mode, the options that have no effect in it
-    "--attention": ("on", "tokens", "threshold", "seed", "blame", "fail_if", "save", "cases"),
-    "--noise": ("b", "attention", "blame", "fail_if", "save", "cases", "threshold", "device", "set"),
-    "--save and one model": ("fail_if", "html", "json", "blame", "cases", "threshold"),
-}
 A = "a model, a port, trace:FILE or an engine's file; hf/ is transformers', a suffix such as :bf16 the dtype"
 OTHERS = "more models, each compared with A; a run's folder stands for all its checkpoints"
 NOISE = "of A alone: what rounding explains, beside a batch, padding and another dtype; of an engine, a batch"
 
 
 @dataclass(frozen=True, kw_only=True)
-class CompareSettings(Settings):
+class CompareSettings(Settings, Command):
     a: str = argument(A, "A")
     b: str | None = argument("the second model; optional with --attention and --save", "B", None)
     others: tuple[str, ...] = argument(OTHERS, "C", ())
@@ -64,32 +54,58 @@ class CompareSettings(Settings):
     noise: bool = option(NOISE, default=False)
     attention: str | None = option("compare only the attention of each head on TEXT", "TEXT")
     html: str | None = option("write the report as one self-contained page", "FILE")
-    json: str | None = json_option()
-
-    @property
-    def names(self) -> list[str]:
-        return [name for name in (self.a, self.b, *self.others) if name is not None]
+    WITHOUT_EFFECT: ClassVar = {
+        "noise": ("b", "attention", "blame", "fail_if", "save", "cases", "threshold", "device", "set"),
+        "attention": ("others", "on", "tokens", "threshold", "seed", "blame", "fail_if", "save", "cases"),
+    }
 
 
 def run(args: CompareSettings) -> int:
-    if not args.threshold >= 0:
-        raise InputError(f"--threshold {args.threshold}: give a number from 0 up, such as 1e-3")
-    if args.noise:
-        return _noise(args)
-    names = _models(args)
-    if len(names) == 1 and args.attention is None and args.save is None:
-        instead = "or --noise, --save FILE or --attention TEXT"
-        raise InputError(f"compare needs a second model, such as the one that {args.a} was made from, {instead}")
-    if args.attention is not None:
-        return _attention(args, args.attention)
+    from gpt2.comparison.gates import Gate, judge
+
+    gates, judged = [Gate.parse(text) for text in args.fail_if], {}
+    require_writable("--save", args.save)
+    with Status() as status:
+        result = _measured(replace(args, progress=status))
+    if args.save is not None:
+        wrote(str(args.save), f": {size(os.path.getsize(args.save))}, all logits")
+    if result is None:
+        return 0
+    try:
+        if gates:
+            result, judged = judge(result, gates)
+    finally:  # what was measured is shown even if a gate cannot be judged
+        finish(args, result)
+    judgements = [(names, each) for names, several in judged.items() for each in several]
+    for names, each in judgements:
+        print(f"{names}{each.verdict}", file=sys.stderr)
+    return int(any(each.met for _, each in judgements))
+
+
+def _measured(args: CompareSettings) -> Any:
+    """Return the report that the options ask for; None where A was kept in a file, and nothing compared."""
     from gpt2.comparison.cases import read_cases
-    from gpt2.comparison.gates import Gate
-    from gpt2.comparison.run import compare_named
+    from gpt2.comparison.run import compare_named, with_checkpoints
     from gpt2.measure.allocator import keep_freed_memory
 
-    require_writable("--save", args.save)
-    if len(names) == 1:
-        return _save(args)
+    if args.noise:
+        from gpt2.comparison.noise import measure_noise
+
+        return measure_noise(args.a, args)
+    if args.attention is not None:
+        from gpt2.explore.attention import compare_attention
+
+        return compare_attention(args.a, args.b, args.attention, device=args.device, offline=args.offline)
+    names = [name for name in (args.a, args.b, *args.others) if name is not None]
+    if sum(len(with_checkpoints(name)) for name in names) == 1:
+        if args.save is None:
+            instead = "or --noise, --save FILE or --attention TEXT"
+            raise InputError(f"compare needs a second model, such as the one that {args.a} was made from, {instead}")
+        from gpt2.comparison.reference import save_reference
+
+        require_unused(args, "--save and one model", ("fail_if", "html", "json", "blame", "cases", "threshold"))
+        save_reference(args.a, str(args.save), args)
+        return None
     named = dict(each.split("=", 1) for each in args.set if "=" in each)
     if args.set and (args.cases is None or named.keys() != {"data.prompt", "data.field"}):
         need = "give data.prompt=NAME and data.field=NAME, the fields of --cases, both or none"
@@ -98,84 +114,5 @@ def run(args: CompareSettings) -> int:
         args = replace(args, cases=CaseTable(str(args.cases), (named["data.prompt"], named["data.field"])))
     if args.cases is not None:
         read_cases(args.cases)  # before anything is downloaded
-    gates = [Gate.parse(text) for text in args.fail_if]
     keep_freed_memory()
-    with Status() as status:
-        result = compare_named(args.names, replace(args, progress=status))
-    _say_saved(args)
-    return _judged(args, result, gates)
-
-
-def _judged(args: CompareSettings, result: "Comparison | Comparisons", gates: "list[Gate]") -> int:
-    """Judge a result by the gates, show it, and report; what was measured is shown even if a gate cannot be judged."""
-    from gpt2.cli.terminal import Terminal
-    from gpt2.comparison.gates import judge
-
-    judged: Judged = {}
-    not_measured = None
-    try:
-        if gates:
-            result, judged = judge(result, gates)
-    except InputError as error:  # raised below
-        not_measured = error
-    save_page(args.html, result.save_html)
-    write_result(args.json, result.to_json, lambda: result.print(Terminal()))
-    if not_measured is not None:
-        raise not_measured
-    for names, each in judged.items():
-        for judgement in each:
-            print(f"{names}{judgement.verdict}", file=sys.stderr)
-    return 1 if any(judgement.met for each in judged.values() for judgement in each) else 0
-
-
-def _require_used(args: CompareSettings, mode: str) -> None:
-    """Raise InputError if an option is given that has no effect in this mode."""
-    for each in changed(args, *UNUSED[mode]):
-        raise InputError(f"{flag_of(each)} has no effect with {mode}; leave it out")
-
-
-def _models(args: CompareSettings) -> list[str]:
-    """Return the models to compare, with a training run's checkpoints in place of its folder."""
-    from gpt2.comparison.run import with_checkpoints
-
-    if args.attention is not None and args.others:
-        raise InputError("--attention compares two models at most; leave the others out")
-    return [str(each.model) for name in args.names for each in with_checkpoints(name)]
-
-
-def _noise(args: CompareSettings) -> int:
-    from gpt2.cli.terminal import Terminal
-    from gpt2.comparison.noise import measure_noise
-
-    _require_used(args, "--noise")
-    with Status() as status:
-        found = measure_noise(args.a, replace(args, progress=status))
-    save_page(args.html, found.save_html)
-    write_result(args.json, found.to_json, lambda: found.print(Terminal()))
-    return 0
-
-
-def _save(args: CompareSettings) -> int:
-    """Save one side; nothing is compared."""
-    from gpt2.comparison.reference import save_reference
-
-    _require_used(args, "--save and one model")
-    with Status() as status:
-        save_reference(args.a, str(args.save), replace(args, progress=status))
-    _say_saved(args)
-    return 0
-
-
-def _say_saved(args: CompareSettings) -> None:
-    if (path := args.save) is not None:
-        print(f"wrote {printable(str(path), one_line=True)}: {size(os.path.getsize(path))}, all logits", file=sys.stderr)
-
-
-def _attention(args: CompareSettings, text: str) -> int:
-    from gpt2.explore.attention import compare_attention
-
-    _require_used(args, "--attention")
-    heads = compare_attention(args.a, args.b, text, device=args.device, offline=args.offline)
-    save_page(args.html, heads.save_html)
-    write_result(args.json, lambda: heads.to_json(maps=True), lambda: say(heads.table()))
-    return 0
+    return compare_named(names, args)

@@ -1,16 +1,15 @@
 """``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
-import json
 import math
 import re
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.cli.common import Status, say, write_result
+from gpt2.cli.common import Status, finish, say
 from gpt2.errors import InputError
-from gpt2.options import argument, device_option, json_option, offline_option, option, pick, revision_option
+from gpt2.options import Command, argument, offline_option, option, pick, revision_option
 
 if TYPE_CHECKING:
     from gpt2.port.terms.report import Diagnosis
@@ -62,11 +61,10 @@ With def build(): the weights are put in for you, as gpt2.load_into does. The fi
 
 exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
 WHAT = "a Python file and the function in it that returns the module, a dump of arrays, or another checkpoint"
-DEVICE = "diagnose on the CPU as always, then judge this device on the model's shapes as gpt2 verify does"
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiagnoseSettings:
+class DiagnoseSettings(Command):
     what: str | None = argument(WHAT, "WHAT", None)
     step: str | None = option("diagnose a training step of the module that WHAT builds", "FILE.py:make_step")
     set: tuple[str, ...] = option("with --step: what a step should do, as in optim.lr=3e-4; may be repeated", "KEY=VALUE", ())
@@ -74,39 +72,16 @@ class DiagnoseSettings:
     model: str = option("the right weights", "MODEL", DEFAULT)
     revision: str | None = revision_option()
     offline: bool = offline_option()
-    device: str | None = device_option(DEVICE, None)
     timeout: float = option("seconds for a file's import, build and first forward, or for a program", "S", 60.0)
-    json: str | None = json_option()
+    WITHOUT_EFFECT: ClassVar = {"run": ("step",)}  # a training step is diagnosed in Python
 
 
 def run(args: DiagnoseSettings) -> int:
     if not 0 < args.timeout < math.inf:
         raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
-    where = None
-    if args.device is not None:
-        from gpt2.checkpoint.loading import require_device
-
-        where = require_device(args.device)  # before minutes of diagnosis
     diagnosis = _diagnosis(args)
     width = min(shutil.get_terminal_size((110, 24)).columns, 140)
-    if where is None:
-        write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
-        return 0 if diagnosis.ok else 1
-    from gpt2.devices.run import verify_device
-    from gpt2.pages.reports import Interrupted
-
-    code = None
-    try:
-        with Status(f"judging {where}") as status:
-            device = verify_device(args.model, where, revision=args.revision, offline=args.offline, progress=status)
-    except InputError:  # too little memory there, for example; the diagnosis took minutes
-        write_result(args.json, diagnosis.to_json, lambda: say(diagnosis.table(width)))
-        raise
-    except Interrupted as interrupted:
-        device, code = interrupted.report, 130
-    both = {**json.loads(diagnosis.to_json()), "device": json.loads(device.to_json())}
-    write_result(args.json, both, lambda: say(diagnosis.table(width) + "\n" + device.table(width)))
-    return (0 if diagnosis.ok and device.ok else 1) if code is None else code
+    return finish(args, diagnosis, lambda: say(diagnosis.table(width)))
 
 
 def _diagnosis(args: DiagnoseSettings) -> "Diagnosis":
@@ -116,21 +91,17 @@ def _diagnosis(args: DiagnoseSettings) -> "Diagnosis":
     given = pick(args, "revision", "offline")
     if args.set and args.step is None:
         raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
-    if args.run is not None:
-        if args.step is not None:
-            raise InputError("--step and --run: a training step is diagnosed in Python; give FILE.py:build in place of --run")
-        from gpt2.port.diagnosis.programs import diagnose_program
+    with Status(f"running {args.run or args.step or args.what}") as status:
+        if args.run is not None:
+            from gpt2.port.diagnosis.programs import diagnose_program
 
-        with Status(f"running {args.run}") as status:
             return diagnose_program(args.run, args.model, timeout=args.timeout, **given, progress=status)
-    import gpt2
-    from gpt2.port.diagnosis.runner import run
-    from gpt2.port.step.settings import StepSettings
+        import gpt2
+        from gpt2.port.diagnosis.runner import run
+        from gpt2.port.step.settings import StepSettings
 
-    StepSettings.of(args.set)  # a misspelt key is refused before anything is read or built
-    what: Any = args.what
-    if args.step is None and not re.search(r"\.py(:.*)?$", what):
-        with Status(f"reading {what}") as status:
+        StepSettings.of(args.set)  # a misspelt key is refused before anything is read or built
+        what = str(args.what)
+        if args.step is None and not re.search(r"\.py(:.*)?$", what):
             return gpt2.diagnose(what, args.model, **given, progress=status)
-    with Status(f"running {args.step or what}") as status:
         return run(what, args.model, settings=args.set, **pick(args, "step", "timeout"), **given, progress=status)

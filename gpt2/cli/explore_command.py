@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.cli.common import Status, save_page, set_option, write_result
-from gpt2.cli.serving import Answer, PageServer
+from gpt2.cli.common import Status, finish, set_option
 from gpt2.errors import InputError
-from gpt2.options import argument, device_option, json_option, offline_option, option
+from gpt2.explore.serving import Answer, PageServer
+from gpt2.options import Command, argument, device_option, offline_option, option
 
 if TYPE_CHECKING:
     from gpt2.explore.lens import Explorer
@@ -25,27 +25,22 @@ The page shows the prompt's tokens, the predictions at every position and after 
 is served to this machine only, at a secret address, until Ctrl-C."""
 
 
-PORT = 8642
-
-
 @dataclass(frozen=True, kw_only=True)
-class ExploreSettings:
+class ExploreSettings(Command):
     model: str = argument("which model", "MODEL", DEFAULT)
     other: str | None = argument("a second model, shown beside it", "OTHER", None)
     set: tuple[str, ...] = set_option()
     prompt: str | None = option("the first text to show", "TEXT")
-    port: int | None = option(f"port to serve at; 0 takes a free one (default: {PORT})", "N")
+    port: int = option("port to serve at; 0 takes a free one", "N", 8642)
     html: str | None = option("write the page to FILE instead of serving it", "FILE")
     offline: bool = offline_option()
     device: str = device_option()
-    json: str | None = json_option()
+    WITHOUT_EFFECT: ClassVar = dict.fromkeys(("html", "json"), ("port",))  # they serve nothing
 
 
 def run(args: ExploreSettings) -> int:
     writes = bool(args.html or args.json)
-    if writes and args.port is not None:
-        raise InputError("--port has no effect with --html or --json, which write files and serve nothing; leave it out")
-    with nullcontext() if writes else PageServer(PORT if args.port is None else args.port) as server:
+    with nullcontext() if writes else PageServer(args.port) as server:
         from gpt2.explore.lens import PROMPT, explorer
 
         status = Status("loading")
@@ -56,10 +51,7 @@ def run(args: ExploreSettings) -> int:
             lens = opened.look(prompt)  # reports a bad prompt before a browser asks
             if server is not None:
                 server.serve(answers(opened, prompt))
-    save_page(args.html, lens.save_html)
-    if args.json:
-        write_result(args.json, lens.to_json, lambda: None)
-    return 0
+    return finish(args, lens, show=lambda: None)
 
 
 def answers(opened: "Explorer", prompt: str) -> Answer:

@@ -5,9 +5,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import ModelSettings, Status, size, write_result
+from gpt2.cli.common import ModelSettings, Status, listed, write_result
 from gpt2.errors import InputError, printable
-from gpt2.options import argument, json_option, option, pick
+from gpt2.options import argument, option, pick
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.checkpoint import Checkpoint
@@ -47,7 +47,6 @@ class ExportSettings(ModelSettings):
     keep: str | None = option(KEEP, "PARTS")
     like: str | None = option("the module that MODEL's tensors belong to, by its own names", "FILE.py:build")
     check: bool = option("open the result in every installed program; exit 1 if one differs", default=False)
-    json: str | None = json_option()
 
 
 def run(args: ExportSettings) -> int:
@@ -55,20 +54,20 @@ def run(args: ExportSettings) -> int:
 
     check = None
     with Status(f"exporting {args.model}") as status:
-        options = pick(args, "format", "type", "revision", "offline")
+        where = pick(args, "revision", "offline")
         source, notes = _source(args)
-        done = export(source, args.directory, keep=args.keep.split(",") if args.keep is not None else (), **options)
-        done = replace(done, notes=notes + done.notes)
+        keep = args.keep.split(",") if args.keep is not None else ()
+        done = export(source, args.directory, keep=keep, **pick(args, "format", "type"), **where)
         if args.check:
             from gpt2.comparison.exported import check_export
 
-            check = check_export(done, of=source, revision=args.revision, offline=args.offline, progress=status)
-    done = _with_card(done, args)
-    body = {**asdict(done), "parameters": done.config.num_parameters()}
-    if check is not None:
-        body["check"] = {"ok": check.ok, **asdict(check)}
-    text = "\n".join([_text(done), *([] if check is None else [check.table()])])
-    write_result(args.json, body, lambda: print(printable(text)))
+            check = check_export(done, of=source, **where, progress=status)
+    done = _with_card(replace(done, notes=notes + done.notes), args)
+    checked = {} if check is None else {"check": {"ok": check.ok, **asdict(check)}}
+    body = {**asdict(done), "parameters": done.config.num_parameters(), **checked}
+    head = f"{done.model} -> {done.directory}  {done.format}, {done.type}, {done.config.num_parameters():,} parameters"
+    lines = [head, *listed(done.files, done.notes), *([] if check is None else [check.table()])]
+    write_result(args.json, body, lambda: print(printable("\n".join(lines))))
     return 0 if check is None or check.ok else 1
 
 
@@ -78,7 +77,7 @@ def _source(args: ExportSettings) -> tuple["str | Checkpoint", tuple[str, ...]]:
     from gpt2.comparison.sides.port import PortSide
     from gpt2.measure.user_code import target
 
-    port, stored = args.like or args.model, Path(args.model) if args.like else None
+    port = args.like or args.model
     if not PORT.fullmatch(port):
         if args.like:
             raise InputError(f"--like {port}: give the file and the function that builds the module, as FILE.py:build")
@@ -86,30 +85,20 @@ def _source(args: ExportSettings) -> tuple["str | Checkpoint", tuple[str, ...]]:
     if args.revision is not None:
         raise InputError(f"{args.model}: has no revisions, only models of the Hub do: leave out --revision")
     with PortSide(port, target(port)) as side:
-        if stored is not None:
-            side.fill(stored)
+        if args.like:
+            side.fill(Path(args.model))
         checkpoint = side.held()
-    said = () if stored is None else (f"the tensors of {stored} were read by the names of {port}",)
+    said = (f"the tensors of {args.model} were read by the names of {port}",) if args.like else ()
     return replace(checkpoint, name=args.model), said + checkpoint.notes
 
 
 def _with_card(done: "Export", args: ExportSettings) -> "Export":
     """Write the export's model card beside the files; return the export with it, or with a note why there is none."""
-    from gpt2.checkpoint.card import of_export, write_card
+    from gpt2.checkpoint.card import of_export, remark_of, write_card
     from gpt2.checkpoint.describe import File
     from gpt2.checkpoint.saving import CARD
 
     source = replace(done, model=re.sub(r"\.py:\w*$", ".py", done.model))
-    try:
-        if remark := write_card(Path(done.directory), of_export(source, args.revision)):
-            return replace(done, notes=(*done.notes, remark))
-    except InputError as error:
-        return replace(done, notes=(*done.notes, f"no model card was written: {error}"))
+    if remark := remark_of(lambda: write_card(Path(done.directory), of_export(source, args.revision))):
+        return replace(done, notes=(*done.notes, remark))
     return replace(done, files=(*done.files, File.of(Path(done.directory, CARD))))
-
-
-def _text(done: "Export") -> str:
-    lines = [f"{done.model} -> {done.directory}  {done.format}, {done.type}, {done.config.num_parameters():,} parameters"]
-    lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256}" for file in done.files]
-    lines += [f"  note: {note}" for note in done.notes]
-    return "\n".join(lines)

@@ -5,11 +5,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpt2.cli.common import ModelSettings, Status, nobody_reads, say, write_result
+from gpt2.cli.common import ModelSettings, Status, nobody_reads, note, say, write_result
 from gpt2.errors import InputError, require_memory
-from gpt2.options import device_option, json_option, option, pick, seed_option
+from gpt2.options import device_option, option, pick, seed_option
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -42,28 +42,20 @@ class GenerateSettings(ModelSettings):
     no_prompt: bool = option("show only what the model writes, without the prompt before it", default=False)
     special: bool = option(SPECIAL, default=False)
     chat: bool = option(CHAT, default=False)
-    max_new_tokens: int = option("", "N", 200)
+    max_new_tokens: int = option("", "N", 200, least=0)
     temperature: float = option("0 is greedy", "T", 0.8)
     top_k: int | None = option("sample among the K likeliest tokens", "K")
     top_p: float | None = option("sample among the likeliest tokens that reach probability P", "P")
     min_p: float | None = option("drop tokens less likely than P times the likeliest", "P")
     repetition_penalty: float = option("above 1, tokens of the text so far become less likely", "X", 1.0)
     stop: tuple[str, ...] = option(STOP, "TEXT", ())
-    samples: int = option("continue the prompt N times, in one batch", "N", 1)
+    samples: int = option("continue the prompt N times, in one batch", "N", 1, least=1)
     seed: int | None = seed_option("seeds the sampling, so that it can be repeated", default=None)
     draft: str | None = option(DRAFT, "MODEL")
-    json: str | None = json_option()
+    WITHOUT_EFFECT: ClassVar = {"chat": ("samples", "special")}  # one answer to each question, which is ordinary text
 
 
 def run(args: GenerateSettings) -> int:
-    if args.max_new_tokens < 0:
-        raise InputError(f"--max-new-tokens {args.max_new_tokens}: give 0 or more")
-    if args.samples < 1:
-        raise InputError(f"--samples {args.samples}: give 1 or more")
-    if args.chat and args.samples > 1:
-        raise InputError("--samples: a conversation has one answer to each question; leave it or --chat out")
-    if args.chat and args.special:
-        raise InputError("--special: the questions of a conversation are ordinary text; leave it or --chat out")
     if not args.chat and len(args.prompt) > 1:
         raise InputError("--prompt is given twice; give one text to continue, or several questions with --chat")
     with Status(f"loading {args.model}"):
@@ -75,31 +67,29 @@ def run(args: GenerateSettings) -> int:
         from gpt2.sampling import Sampling
 
         sampling = Sampling(**pick(args, "temperature", "top_k", "top_p", "min_p", "repetition_penalty"))  # before loading
-
-        tokenizer = load_tokenizer(args.model, revision=args.revision, offline=args.offline)
-        answers = tokenizer.chat is not None and tokenizer.eot is not None
-        if args.chat and not answers:
+        named, where = pick(args, "revision", "offline"), pick(args, "device", "offline")
+        tokenizer = load_tokenizer(args.model, **named)
+        chat = None if tokenizer.eot is None else tokenizer.chat
+        if args.chat and chat is None:
             remedy = f"fine-tune it on questions and answers (gpt2 train finetune-chat --init {args.model}), or leave --chat out"
             raise InputError(f"{args.model} knows no chat format; {remedy}")
-        model = load(args.model, device=args.device, revision=args.revision, offline=args.offline)
-        draft = None if args.draft is None else load(args.draft, device=args.device, offline=args.offline)
+        model = load(args.model, revision=args.revision, **where)
+        draft = None if args.draft is None else load(args.draft, **where)
         if draft is not None:
             check_draft(draft, model, torch.zeros(args.samples, 1))
     outliers = [look.outlier for each in (model, draft) if each is not None and (look := require_intact(each, each.name)).outlier]
-    without = [f"{note}; a prompt with one is refused" for note in rows_note(tokenizer, model.config, args.model)]
-    for note in (*outliers, *without):
-        print(f"note: {note}", file=sys.stderr)
-    if answers and not args.chat:
-        print(f"note: {args.model} was fine-tuned on questions and answers; --chat asks it in their format", file=sys.stderr)
+    without = [f"{each}; a prompt with one is refused" for each in rows_note(tokenizer, model.config, args.model)]
+    asks = f"{args.model} was fine-tuned on questions and answers; --chat asks it in their format"
+    for remark in (*outliers, *without, *([asks] if chat is not None and not args.chat else [])):
+        note(remark)
     writer = _Writer(args, tokenizer, Decoder(model), sampling, draft)
     started = time.perf_counter()
-    if args.chat and tokenizer.chat is not None:
-        body, count = _answer(_questions(args.prompt), writer, tokenizer.chat, model.config.n_positions // 2)
+    if args.chat and chat is not None:
+        body, count = _answer(_questions(args.prompt), writer, chat, model.config.n_positions // 2)
     else:
         body, count = _continue(_text(args.prompt[0] if args.prompt else "\n"), writer)
     seconds = time.perf_counter() - started
-    body = {"model": args.model, "draft": args.draft, **body, **asdict(sampling), "seed": args.seed}
-    body |= {"stop": args.stop, "seconds": seconds}
+    body = pick(args, "model", "draft") | body | asdict(sampling) | pick(args, "seed", "stop") | {"seconds": seconds}
     speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second"
     write_result(args.json, body, lambda: print(speed, file=sys.stderr))
     return 0
@@ -137,7 +127,7 @@ class _Writer:
         config, wte = self.decoder.model.config, self.decoder.model.wte.weight
         require_rows(ids, self.tokenizer, config, "--prompt")
         if (dropped := len(ids) - (limit := config.n_positions)) > 0:
-            print(f"note: the first {dropped:,} of {len(ids):,} tokens are dropped; the model reads {limit:,}", file=sys.stderr)
+            note(f"the first {dropped:,} of {len(ids):,} tokens are dropped; the model reads {limit:,}")
         needed = samples * min(limit, len(ids) + self.args.max_new_tokens) * 2 * config.n_layer * config.n_embd * wte.itemsize
         require_memory(needed, f"{samples:,} samples: their keys and values", "take fewer, or --max-new-tokens")
         prompt = torch.tensor([ids] * samples, dtype=torch.long, device=wte.device)
@@ -166,7 +156,7 @@ def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
     """Continue one text; return what --json reports, and the number of new tokens."""
     special, samples = writer.args.special, writer.args.samples
     if not special and (found := [name for name in writer.tokenizer.special_tokens if name in text]):
-        print(f"note: {found[0]} in the prompt is read as ordinary characters; --special reads it as the token", file=sys.stderr)
+        note(f"{found[0]} in the prompt is read as ordinary characters; --special reads it as the token")
     ids = writer.tokenizer.encode_prompt(text, special=special)
     if not ids:
         raise InputError("--prompt is empty; give at least one character, such as a new line")
@@ -207,8 +197,7 @@ def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
     while True:
         if asks:
             print("> ", end="", file=sys.stderr, flush=True)
-        line = sys.stdin.buffer.readline()
-        if not line:
+        if not (line := sys.stdin.buffer.readline()):
             break
         if line.strip():
             yield decoded(line, "stdin").rstrip("\r\n")

@@ -1,12 +1,10 @@
 """``gpt2 info``: show a checkpoint's config, parameters, files and memory needs."""
 
-import json
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import ModelSettings, size, write_result
-from gpt2.errors import printable
-from gpt2.options import json_option
+from gpt2.cli.common import ModelSettings, write_result
+from gpt2.errors import printable, size
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.describe import Description
@@ -18,34 +16,25 @@ EXAMPLES = """\
   gpt2 info random:gpt2-xl:bf16      the memory that a size needs; no file is read"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class InfoSettings(ModelSettings):
-    json: str | None = json_option()
-
-
-def run(args: InfoSettings) -> int:
+def run(args: ModelSettings) -> int:
     from gpt2.checkpoint.describe import describe
 
     description = describe(args.model, revision=args.revision, offline=args.offline)
-    write_result(args.json, lambda: _json(description), lambda: print(printable(_text(description))))
+    write_result(args.json, _body(description), lambda: print(printable(_text(description))))
     return 0
 
 
-def _json(description: "Description") -> str:
+def _body(description: "Description") -> dict[str, Any]:
     from gpt2.measure.environment import environment
 
-    body = {
+    config, parts = description.config, ("weights", "cache", "training")
+    return {
         **asdict(description),
         "environment": asdict(environment([])),
-        "parameters": description.config.num_parameters(),
-        "parameters_by_part": description.config.parameters_by_part(),
-        "memory_bytes": {
-            "weights": description.weights_bytes,
-            "cache": description.cache_bytes,
-            "training": description.training_bytes,
-        },
+        "parameters": config.num_parameters(),
+        "parameters_by_part": config.parameters_by_part(),
+        "memory_bytes": {part: getattr(description, f"{part}_bytes") for part in parts},
     }
-    return json.dumps(body, indent=2)
 
 
 def _text(description: "Description") -> str:

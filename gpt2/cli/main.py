@@ -16,9 +16,8 @@ from typing import Any, NoReturn, get_type_hints
 from gpt2 import __version__
 from gpt2.cli import EARLY
 from gpt2.cli.common import outlasting_readers, require_writable, with_activation
-from gpt2.cli.gone import require_none_gone
 from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable
-from gpt2.options import add_options, read
+from gpt2.options import add_options, read, require_sense
 
 COMMANDS = {
     "info": "show config, parameters by part, files with sha256, and memory needed",
@@ -137,7 +136,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             stream.reconfigure(errors="backslashreplace")
     words, name = list(sys.argv[1:] if argv is None else argv), "gpt2"
     try:
-        require_none_gone(words)
         top = parser(words)
         args, unknown = top.parse_known_args(words)
         name = f"gpt2 {args.command}" if args.command else name
@@ -148,10 +146,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if args.completion is not None:
             return complete(top, args.completion)
-        settings: Any = read(settings_of(args.command), args)
+        settings: Any = with_activation(read(settings_of(args.command), args))
+        require_sense(settings)
         require_writable("--json", settings.json)
         require_writable("--html", getattr(settings, "html", None))
-        code: int = file_of(args.command).run(with_activation(settings))
+        code: int = file_of(args.command).run(settings)
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:

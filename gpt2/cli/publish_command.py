@@ -4,9 +4,9 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, say, size, write_result
-from gpt2.errors import InputError, printable
-from gpt2.options import argument, json_option, option
+from gpt2.cli.common import Status, listed, say, write_result
+from gpt2.errors import InputError, printable, size
+from gpt2.options import Command, argument, option
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.publish import Plan, Target
@@ -24,14 +24,13 @@ exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input
 
 
 @dataclass(frozen=True, kw_only=True)
-class PublishSettings:
+class PublishSettings(Command):
     directory: str = argument("the model's folder", "DIR")
     repo: str = argument("OWNER/NAME on the Hub; created if it does not exist", "REPO")
     private: bool = option("only you can see it (the default)", default=False, group="visible")
     public: bool = option("everybody can see it", default=False, group="visible")
     dry_run: bool = option("show what would be sent; change nothing, make no request", default=False)
     yes: bool = option("do not ask", default=False)
-    json: str | None = json_option()
 
 
 def run(args: PublishSettings) -> int:
@@ -41,11 +40,7 @@ def run(args: PublishSettings) -> int:
 
     with Status(f"checking {args.directory}"):
         planned = plan(args.directory, args.repo)
-    body: dict[str, Any] = {
-        "repo": args.repo,
-        "files": [asdict(file) for file in planned.files],
-        "not_sent": planned.left_out,
-    }
+    body: dict[str, Any] = {"repo": args.repo, "files": [asdict(file) for file in planned.files], "not_sent": planned.left_out}
     body |= {"notes": planned.notes, "commit": None}
     if args.dry_run:
         text = f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)"
@@ -75,10 +70,8 @@ def run(args: PublishSettings) -> int:
 
 
 def _plan(args: PublishSettings, planned: "Plan", target: "Target | None") -> str:
-    state = "public" if (target and not target.private) or (target is None and args.public) else "private"
+    state = "private" if (target.private if target else not args.public) else "public"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
-    lines = [f"{args.directory} -> {args.repo}  ({state}{where})"]
-    lines += [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256[:24]}..." for file in planned.files]
-    lines += [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
-    lines += [f"  note: {note}" for note in planned.notes]
-    return "\n".join(lines)
+    not_sent = [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
+    files = listed(planned.files, (), digits=24)
+    return "\n".join([f"{args.directory} -> {args.repo}  ({state}{where})", *files, *not_sent, *listed((), planned.notes)])

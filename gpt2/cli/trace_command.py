@@ -1,12 +1,11 @@
 """``gpt2 trace``: write the reference's numbers on a few tokens, to compare another program with."""
 
-import shutil
-import sys
 from dataclasses import MISSING, dataclass
+from typing import ClassVar
 
-from gpt2.cli.common import ModelSettings, Status, say, set_option, write_result
-from gpt2.errors import InputError, printable
-from gpt2.options import changed, device_option, flag_of, json_option, option, pick
+from gpt2.cli.common import ModelSettings, Status, finish, set_option, wrote
+from gpt2.errors import InputError
+from gpt2.options import device_option, option, pick
 
 EXAMPLES = """\
   gpt2 trace --out reference.safetensors                     the embedded model, 4 x 64 tokens of Twelfth Night
@@ -42,12 +41,10 @@ class TraceSettings(ModelSettings):
     gradients: bool = option("also the loss and its gradient by every parameter", default=False)
     steps: int = option("also every parameter after each of N AdamW steps", "N", 0)
     dtype: str = option("stored as float32, float64 or float16", "D", "float32")
-    json: str | None = json_option()
+    WITHOUT_EFFECT: ClassVar = {"ids": ("text", "tokens")}
 
 
 def run(args: TraceSettings) -> int:
-    if args.ids is not None and (given := changed(args, "text", "tokens")):
-        raise InputError(f"{flag_of(given[0])} has no effect with --ids, which gives the tokens; leave it out")
     import numpy as np
 
     from gpt2.traces.batch import read_ids
@@ -69,7 +66,6 @@ def run(args: TraceSettings) -> int:
         traced = trace(args.model, **options, progress=status)
         status("writing")
         traced.save(args.out)
-    width = min(shutil.get_terminal_size((110, 24)).columns, 140)
-    write_result(args.json, traced.to_json, lambda: say(traced.table(max(width, 80))))
-    print(f"wrote {printable(args.out, one_line=True)}", file=sys.stderr)
+    finish(args, traced)
+    wrote(args.out)
     return 0

@@ -6,16 +6,13 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from gpt2.cli.common import say, size, write_result
+from gpt2.cli.common import note, say, write_result
 from gpt2.errors import InputError, printable
-from gpt2.options import argument, json_option, option
-
-if TYPE_CHECKING:
-    from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged, Started
-    from gpt2.train.recipe import Recipe
+from gpt2.options import Command, argument, option, pick
 
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
@@ -32,8 +29,11 @@ EXAMPLES = """\
 The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
 
 
+_ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
+
+
 @dataclass(frozen=True, kw_only=True)
-class TrainSettings:
+class TrainSettings(Command):
     recipe: str | None = argument("a recipe's name or the path of a TOML file; or plot, followed by runs", "RECIPE", None)
     runs: tuple[str, ...] = argument("after plot: folders of runs", "RUN", ())
     list: bool = option("list the recipes with their descriptions", default=False)
@@ -42,21 +42,23 @@ class TrainSettings:
     init: str | None = option("fine-tune this model instead of training from scratch", "MODEL")
     out: str | None = option("folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)", "DIR")
     set: tuple[str, ...] = option("override a key of the recipe; may be repeated", "KEY=VALUE", ())
-    nproc: int = option("share each batch among N processes on this machine", "N", 1)
+    nproc: int = option("share each batch among N processes on this machine", "N", 1, least=1)
     fresh: bool = option("start again in a folder that holds a run", default=False)
-    json: str | None = json_option()
 
 
 def run(args: TrainSettings) -> int:
     from gpt2.train.recipe import names, read
 
     if args.list:
-        recipes = {name: read(name) for name in names()}
-        body = {
-            name: {"description": each.description, "expect": each.expect or None, "takes": each.takes, "needs": each.data.needs}
-            for name, each in recipes.items()
-        }
-        write_result(args.json, body, lambda: say(_list(recipes)))
+        from gpt2.train.lines import promise
+
+        body, rows = {}, []
+        for name in names():
+            each = read(name)
+            body[name] = pick(each, "description", "takes") | {"expect": each.expect or None, "needs": each.data.needs}
+            needs = f"needs {each.data.needs}" if each.data.needs else ""
+            rows.append((name, (each.description, promise(each), needs)))
+        write_result(args.json, body, lambda: say(_wrapped(rows)))
         return 0
     if args.recipe == "plot":
         if args.json:
@@ -79,8 +81,6 @@ def run(args: TrainSettings) -> int:
         listing = list_data(read(args.recipe, args.set), args.init)
         write_result(args.json, asdict(listing), lambda: say(listing.table()))
         return 0
-    if args.nproc < 1:
-        raise InputError(f"--nproc {args.nproc}: give the number of processes, 1 or more")
     from gpt2.train.launch import launch, leave
     from gpt2.train.parallel import PeerLost, own_rank
 
@@ -96,12 +96,6 @@ def run(args: TrainSettings) -> int:
     except PeerLost as error:
         print(f"gpt2 train: {error}", file=sys.stderr)
         return 1  # the launcher then starts all ranks again
-
-
-def _list(recipes: "dict[str, Recipe]") -> str:
-    """List each recipe's name, description, expected loss and duration, and what it needs."""
-    needs = {name: f"needs {recipe.data.needs}" if recipe.data.needs else "" for name, recipe in recipes.items()}
-    return _wrapped((name, (recipe.description, _promise(recipe), needs[name])) for name, recipe in recipes.items())
 
 
 def _keys(keys: dict[str, dict[str, Any]]) -> str:
@@ -124,14 +118,14 @@ def _wrapped(rows: Iterable[tuple[str, Iterable[str]]]) -> str:
 
 
 def _words(args: TrainSettings) -> list[str]:
-    options = {"--init": args.init, "--out": args.out, "--json": args.json}
-    words = [f"{name}={value}" for name, value in options.items() if value is not None]
-    words += [*(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
-    return ["train", str(args.recipe), *words]
+    """Return the command line of one process of a job."""
+    words = [f"--{name}={value}" for name, value in pick(args, "init", "out", "json").items() if value is not None]
+    return ["train", str(args.recipe), *words, *(f"--set={each}" for each in args.set), *(["--fresh"] if args.fresh else [])]
 
 
 def _train(args: TrainSettings) -> int:
     """Train in this process, alone or as one rank of a job; rank 0 prints the result."""
+    from gpt2.train.lines import show
     from gpt2.train.loop import train
     from gpt2.train.parallel import own_rank, restarts
     from gpt2.train.recipe import read
@@ -140,15 +134,12 @@ def _train(args: TrainSettings) -> int:
     fresh = args.fresh and not restarts()  # a restarted job keeps its checkpoints
     result = train(recipe, args.out or f"out/{recipe.name}", init=args.init, fresh=fresh, report=show)
     if own_rank() == 0:
+        from gpt2.checkpoint.card import remark_of
         from gpt2.train.card import write_card
 
         best = Path(result.folder) / "best"
-        try:
-            remark = write_card(Path(result.folder))
-        except InputError as error:  # the run is saved, and its result must be told
-            remark = f"no model card was written: {error}"
-        if remark:
-            print(f"note: {printable(remark)}", file=sys.stderr)
+        if remark := remark_of(partial(write_card, Path(result.folder))):
+            note(remark)
         body = {**asdict(result), "folder": str(result.folder), "best": str(best)}
         text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
         text += f"{result.best_step}: {printable(str(best), one_line=True)}"
@@ -157,60 +148,3 @@ def _train(args: TrainSettings) -> int:
             text += f"\n{unchanged}; lower optim.lr, or give more text"
         write_result(args.json, body, lambda: say(text))
     return 130 if result.stopped == "interrupted" else 0
-
-
-_ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
-_ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
-
-
-def show(event: "Started | Logged | Evaluated | Estimated | Diverged") -> None:
-    """Print one training event to stderr, control characters as symbols."""
-    from gpt2.train.evaluation import slowest
-    from gpt2.train.loop import Diverged, Estimated, Evaluated, Logged
-
-    at = f"step {event.step:6}  "
-    match event:
-        case Logged():
-            # above 1, the peak was measured on a busy machine
-            share = f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
-            text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
-            text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
-        case Evaluated(val=val):
-            text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
-            if event.accuracy is not None:
-                text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
-            text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
-            text += "  best so far" if event.best else ""
-            text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
-            text += "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
-            text += f"\nwarning: {event.warning}" if event.warning else ""
-        case Estimated():
-            text = f"after {event.step} steps: {_duration(event.seconds_left)} to go, evaluations included"
-        case Diverged():
-            text = f"{at}{event.why}: {_ACTIONS[event.action]}"
-        case _:
-            text = _started(event)
-    print(printable(text), file=sys.stderr, flush=True)
-
-
-def _started(event: "Started") -> str:
-    recipe, config = event.recipe, event.config
-    lines = [*event.notes, f"{recipe.name}: {recipe.description}"]
-    lines.append(
-        f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens · "
-        f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
-    )
-    known = "" if recipe.data.path else f" · {_promise(recipe)}"  # of the recipe's own text
-    lines.append(f"about {size(event.memory)} of memory beside torch's own{known}")
-    return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
-
-
-def _promise(recipe: "Recipe") -> str:
-    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
-    return f"{loss} · {recipe.takes}" if recipe.takes else loss
-
-
-def _duration(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"

@@ -1,14 +1,16 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files, or what a device computes."""
 
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar
 
-from gpt2.cli.common import ModelSettings, Status, save_page, write_result
-from gpt2.errors import InputError
-from gpt2.options import changed, device_option, flag_of, json_option, option, pick
+from gpt2.cli.common import ModelSettings, Status, finish
+from gpt2.options import device_option, option, pick
 from gpt2.parity.settings import VerifySettings
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from rich.console import RenderableType
 
     from gpt2.devices.report import DeviceReport
@@ -35,71 +37,61 @@ exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator,
 class VerifyOptions(VerifySettings, ModelSettings):
     html: str | None = option("also write the report as one HTML file", "FILE")
     device: str | None = device_option("judge this device instead, operator by operator", None)
-    json: str | None = json_option()
+    WITHOUT_EFFECT: ClassVar = {"device": ("record", "quick", "keep_going")}  # which judges the device
 
 
 def run(args: VerifyOptions) -> int:
-    from gpt2.cli.terminal import Terminal
     from gpt2.measure.allocator import keep_freed_memory
 
-    if args.device is not None and (given := changed(args, "record", "quick", "keep_going")):
-        raise InputError(f"{flag_of(given[0])} has no effect with --device, which judges the device; leave it out")
     keep_freed_memory()
     report: Report | DeviceReport
     with Status("importing torch and transformers" if args.device is None else "importing torch") as status:
         from gpt2.pages.reports import Interrupted
         from gpt2.parity.run import verify
 
-        where = pick(args, "seed", "revision", "offline")
+        where, interrupted = pick(args, "seed", "revision", "offline"), False
         options = pick(args, "quick", "keep_going", "record") | where
-        code = None
         try:
             if args.device is not None:
                 from gpt2.devices.run import verify_device
 
                 report = verify_device(args.model, args.device, **where, progress=status)
             elif status.live:
-                with _Live(status) as live:
-                    report = verify(args.model, **options, progress=live.say, watch=live.show)
+                with _live(status) as (say, show):
+                    report = verify(args.model, **options, progress=say, watch=show)
             else:
                 report = verify(args.model, **options)
-        except Interrupted as interrupted:
-            report, code = interrupted.report, 130
-    save_page(args.html, report.save_html)
-    write_result(args.json, report.to_json, lambda: report.print(Terminal(highlight=False)))
-    return (0 if report.ok else 1) if code is None else code
+        except Interrupted as stopped:
+            report, interrupted = stopped.report, True
+    code = finish(args, report)
+    return 130 if interrupted else code
 
 
-class _Live:
-    """The report on the terminal (stderr) while it fills in, with the current stage below; it is erased at the end."""
+@contextmanager
+def _live(status: Status) -> "Iterator[tuple[Callable[[str], None], Callable[[Report], None]]]":
+    """Yield what takes a stage, and the report so far: both are shown on the terminal (stderr), and erased at the end."""
+    from rich.live import Live
 
-    def __init__(self, status: Status) -> None:
-        from rich.live import Live
+    from gpt2.pages.terminal import Terminal
 
-        from gpt2.cli.terminal import Terminal
+    stages, reports = list[str](), list["Report"]()
 
-        self.status, self.stage = status, ""
-        self.report: Report | None = None
-        self.live = Live(console=Terminal(stderr=True), transient=True, get_renderable=self._drawn)  # four times a second
+    def say(stage: str) -> None:
+        stages.append(stage)
+        if not reports:
+            status(stage)
 
-    def __enter__(self) -> Self:
-        return self
+    def show(report: "Report") -> None:
+        if not reports:
+            status.clear()
+            live.start()
+        reports[:] = [report]
 
-    def __exit__(self, *error: object) -> None:
-        self.live.stop()
+    def drawn() -> "RenderableType":
+        return reports[-1].so_far(stages[-1], live.console.height) if reports else ""
 
-    def say(self, stage: str) -> None:
-        """Show the current stage, in one line until there is a report."""
-        self.stage = stage
-        if self.report is None:
-            self.status(stage)
-
-    def show(self, report: "Report") -> None:
-        """Show the report so far."""
-        if self.report is None:
-            self.status.clear()
-        self.report = report
-        self.live.start()
-
-    def _drawn(self) -> "RenderableType":
-        return "" if self.report is None else self.report.so_far(self.stage, self.live.console.height)
+    live = Live(console=Terminal(stderr=True), transient=True, get_renderable=drawn)  # four times a second
+    try:
+        yield say, show
+    finally:
+        live.stop()

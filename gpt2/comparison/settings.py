@@ -25,7 +25,7 @@ class Settings:
 
     on: str | None = option(TEXT, "TEXT")
     tokens: int | None = option("tokens of the text, 0 for all (default: 8192; all of wikitext2)", "N")
-    threshold: float = option("report the first activation with a larger relative error", "E", THRESHOLD)
+    threshold: float = option("report the first activation with a larger relative error", "E", THRESHOLD, least=0)
     seed: int = seed_option("seeds intervals, and the ids where there is no text", metavar="N")
     dtype: str | None = None
     offline: bool = offline_option()

@@ -61,11 +61,10 @@ class AttentionReport(Printed):
     models: tuple[Model, ...] = ()
     environment: Environment | None = None
 
-    def to_json(self, *, maps: bool = False) -> str:
-        """Return all figures as JSON; with ``maps`` also all weights, which are many."""
+    def to_json(self) -> str:
+        """Return all figures and weights as JSON."""
         weights = {"maps": self.maps.tolist(), "maps_b": None if self.maps_b is None else self.maps_b.tolist()}
-        figures = {name: value for name, value in vars(self).items() if name not in weights}
-        return as_json(figures | weights if maps else figures)
+        return as_json({**vars(self), **weights})
 
     def sections(self) -> Iterator[Section]:
         """Yield the notable heads with the reason, and on pages one head in the text, a picture of all, and all figures."""

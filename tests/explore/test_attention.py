@@ -81,7 +81,7 @@ def test_a_model_against_itself_has_not_moved(tmp_path: Path, in_a_notebook: Non
     assert torch.equal(report.maps, attention_maps(gpt2.load("shakespeare-mini"), ids))
     assert all(head.moved == 0 for head in report.heads)
     assert not report.difference.any()
-    body = json.loads(report.to_json(maps=True))
+    body = json.loads(report.to_json())
     assert body["maps"] == body["maps_b"]
     assert len(body["heads"]) == 25
     assert "moved" in report.table()
@@ -111,7 +111,7 @@ def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path) 
     assert len(found.tokens) == 174
     with pytest.raises(InputError, match="25 heads has room for 173: give a shorter text, or take the weights as --json"):
         found.save_html(tmp_path / "page")
-    body = json.loads(found.to_json(maps=True))
+    body = json.loads(found.to_json())
     assert torch.tensor(body["maps"]).shape == (5, 5, 174, 174)
     assert body["models"][0]["files"]["model.safetensors"]
     assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local suffix +cu130

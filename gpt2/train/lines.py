@@ -1,0 +1,60 @@
+"""Say a run's events in lines for a terminal: a listener of :func:`gpt2.train.loop.train`."""
+
+import sys
+
+from gpt2.errors import printable, size
+from gpt2.train.evaluation import slowest
+from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Started
+from gpt2.train.recipe import Recipe
+
+ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
+
+
+def show(event: Event) -> None:
+    """Print one training event to stderr, control characters as symbols."""
+    at = f"step {event.step:6}  "
+    match event:
+        case Logged():
+            # above 1, the peak was measured on a busy machine
+            share = f"  {event.mfu:.0%} of peak speed" if 0 < event.mfu <= 1 else ""
+            text = f"{at}loss {event.loss:.4f}  lr {event.lr:.1e}  |g| {event.grad_norm:5.2f}  "
+            text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
+        case Evaluated(val=val):
+            text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
+            if event.accuracy is not None:
+                text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
+            text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
+            text += "  best so far" if event.best else ""
+            text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""
+            text += "".join(f"\n  | {line}" for line in event.sample.strip().splitlines())
+            text += f"\nwarning: {event.warning}" if event.warning else ""
+        case Estimated():
+            text = f"after {event.step} steps: {_duration(event.seconds_left)} to go, evaluations included"
+        case Diverged():
+            text = f"{at}{event.why}: {ACTIONS[event.action]}"
+        case _:
+            text = _started(event)
+    print(printable(text), file=sys.stderr, flush=True)
+
+
+def _started(event: Started) -> str:
+    recipe, config = event.recipe, event.config
+    lines = [*event.notes, f"{recipe.name}: {recipe.description}"]
+    lines.append(
+        f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens · "
+        f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
+    )
+    known = "" if recipe.data.path else f" · {promise(recipe)}"  # of the recipe's own text
+    lines.append(f"about {size(event.memory)} of memory beside torch's own{known}")
+    return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
+
+
+def promise(recipe: Recipe) -> str:
+    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
+    return f"{loss} · {recipe.takes}" if recipe.takes else loss
+
+
+def _duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {seconds:02} s" if minutes else f"{seconds} s"
