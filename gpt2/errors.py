@@ -1,5 +1,5 @@
-"""Errors that the user can fix, functions that make text and numbers of bytes fit to print, the one guard of memory,
-and the one reading of ``~`` in a path.
+"""Errors that the user can fix, functions that make text and numbers of bytes fit to print, the guards of memory and of
+what is written, and the one reading of ``~`` in a path.
 
 A wrong name, path, file or flag raises :class:`InputError` with one line: what is wrong, where, and what to do. The command
 line prints it and exits 2. A traceback always means a bug in this package.
@@ -111,3 +111,15 @@ def user_path(text: str | os.PathLike[str]) -> Path:
         name = given.partition(os.sep)[0]
         raise InputError(f"{given}: {name} is no user of this machine; write ./{given} for a path of that name")
     return Path(expanded)
+
+
+def require_writable(flag: str, target: str | os.PathLike[str] | None) -> None:
+    """Raise InputError if a result cannot be written; called before the computation."""
+    if target is None or (target == "-" and flag == "--json"):
+        return
+    if target == "-":
+        raise InputError(f"{flag} -: only --json goes to stdout; give a file")
+    path = user_path(target)
+    place = path if path.exists() and not path.is_file() else path.parent  # a file is replaced, a device or pipe written into
+    if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):
+        raise InputError(f"{flag} {target}: cannot be written; give a file in an existing folder that you may write to")

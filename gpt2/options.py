@@ -42,14 +42,13 @@ def whole(text: str) -> int:
 seed_option = partial(option, default=0, least=0)
 revision_option = partial(option, "branch, tag or commit of a Hub repository", "REV")
 offline_option = partial(option, "make no request; use what the cache holds", default=False)
-JSON = "write the result as JSON to FILE; - is stdout, and nothing else goes there"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
     """What every command takes; its help stands behind the command's own options."""
 
-    json: str | None = option(JSON, "FILE")
+    json: str | None = option("write the result as JSON to FILE; - is stdout, and nothing else goes there", "FILE")
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[str, ...]]] = {}  # beside an option that is given: those that then have none
 
 

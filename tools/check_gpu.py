@@ -34,7 +34,7 @@ from check_kills import outcome, recipe
 import gpt2
 from gpt2.bench import Ours, bench, interleaved, machine, ratio, seconds
 from gpt2.checkpoint.loading import require_device
-from gpt2.cli.common import require_writable
+from gpt2.errors import require_writable
 from gpt2.measure.placement import device_name
 from gpt2.train.loop import train
 from gpt2.train.loss import Scored

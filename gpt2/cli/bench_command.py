@@ -2,8 +2,9 @@
 
 from dataclasses import dataclass
 
-from gpt2.cli.common import ModelSettings, Status, finish, say
+from gpt2.cli.common import ModelSettings, finish
 from gpt2.options import device_option, option, pick
+from gpt2.pages.streams import Status
 
 EXAMPLES = """\
   gpt2 bench                                      the embedded model, in seconds
@@ -31,4 +32,4 @@ def run(args: BenchSettings) -> int:
 
         how = pick(args, "pairs", "batch", "context", "tokens", "device", "revision", "offline")
         result = bench(args.model, **how, progress=status)
-    return finish(args, result, lambda: say(result.table()))
+    return finish(args, result, result.table())

@@ -5,10 +5,11 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from gpt2.cli.common import Status, finish, require_writable, set_option, wrote
+from gpt2.cli.common import finish, set_option, wrote
 from gpt2.comparison.settings import CaseTable, Settings
-from gpt2.errors import InputError, size
+from gpt2.errors import InputError, require_writable, size
 from gpt2.options import Command, argument, option, require_unused
+from gpt2.pages.streams import Status
 
 EXAMPLES = """\
   gpt2 compare shakespeare-mini out/macbeth/best             a base and its fine-tune, on a play that neither has seen
@@ -63,7 +64,8 @@ class CompareSettings(Settings, Command):
 def run(args: CompareSettings) -> int:
     from gpt2.comparison.gates import Gate, judge
 
-    gates, judged = [Gate.parse(text) for text in args.fail_if], {}
+    gates = [Gate.parse(text) for text in args.fail_if]
+    judged: Any = {}
     require_writable("--save", args.save)
     with Status() as status:
         result = _measured(replace(args, progress=status))
@@ -76,10 +78,10 @@ def run(args: CompareSettings) -> int:
             result, judged = judge(result, gates)
     finally:  # what was measured is shown even if a gate cannot be judged
         finish(args, result)
-    judgements = [(names, each) for names, several in judged.items() for each in several]
-    for names, each in judgements:
-        print(f"{names}{each.verdict}", file=sys.stderr)
-    return int(any(each.met for _, each in judgements))
+    for names, judgements in judged.items():
+        for each in judgements:
+            print(f"{names}{each.verdict}", file=sys.stderr)
+    return int(any(each.met for judgements in judged.values() for each in judgements))
 
 
 def _measured(args: CompareSettings) -> Any:

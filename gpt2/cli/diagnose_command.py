@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.cli.common import Status, finish, say
+from gpt2.cli.common import finish
 from gpt2.errors import InputError
 from gpt2.options import Command, argument, offline_option, option, pick, revision_option
+from gpt2.pages.streams import Status
 
 if TYPE_CHECKING:
     from gpt2.port.terms.report import Diagnosis
@@ -80,8 +81,7 @@ def run(args: DiagnoseSettings) -> int:
     if not 0 < args.timeout < math.inf:
         raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
     diagnosis = _diagnosis(args)
-    width = min(shutil.get_terminal_size((110, 24)).columns, 140)
-    return finish(args, diagnosis, lambda: say(diagnosis.table(width)))
+    return finish(args, diagnosis, diagnosis.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
 
 
 def _diagnosis(args: DiagnoseSettings) -> "Diagnosis":

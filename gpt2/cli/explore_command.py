@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.checkpoint.names import DEFAULT
-from gpt2.cli.common import Status, finish, set_option
+from gpt2.cli.common import finish, set_option
 from gpt2.errors import InputError
 from gpt2.explore.serving import Answer, PageServer
 from gpt2.options import Command, argument, device_option, offline_option, option
+from gpt2.pages.streams import Status
 
 if TYPE_CHECKING:
     from gpt2.explore.lens import Explorer
@@ -51,7 +52,7 @@ def run(args: ExploreSettings) -> int:
             lens = opened.look(prompt)  # reports a bad prompt before a browser asks
             if server is not None:
                 server.serve(answers(opened, prompt))
-    return finish(args, lens, show=lambda: None)
+    return finish(args, lens, "")
 
 
 def answers(opened: "Explorer", prompt: str) -> Answer:

@@ -5,9 +5,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gpt2.cli.common import ModelSettings, Status, listed, write_result
+from gpt2.cli.common import ModelSettings, finish, listed
 from gpt2.errors import InputError, printable
 from gpt2.options import argument, option, pick
+from gpt2.pages.streams import Status
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.checkpoint import Checkpoint
@@ -67,8 +68,7 @@ def run(args: ExportSettings) -> int:
     body = {**asdict(done), "parameters": done.config.num_parameters(), **checked}
     head = f"{done.model} -> {done.directory}  {done.format}, {done.type}, {done.config.num_parameters():,} parameters"
     lines = [head, *listed(done.files, done.notes), *([] if check is None else [check.table()])]
-    write_result(args.json, body, lambda: print(printable("\n".join(lines))))
-    return 0 if check is None or check.ok else 1
+    return finish(args, body, printable("\n".join(lines)), code=0 if check is None or check.ok else 1)
 
 
 def _source(args: ExportSettings) -> tuple["str | Checkpoint", tuple[str, ...]]:

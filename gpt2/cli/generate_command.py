@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpt2.cli.common import ModelSettings, Status, nobody_reads, note, say, write_result
+from gpt2.cli.common import ModelSettings, finish, note
 from gpt2.errors import InputError, require_memory
 from gpt2.options import device_option, option, pick, seed_option
+from gpt2.pages.streams import Status, nobody_reads, say
 
 if TYPE_CHECKING:
     from gpt2.data import Tokenizer
@@ -77,10 +78,11 @@ def run(args: GenerateSettings) -> int:
         draft = None if args.draft is None else load(args.draft, **where)
         if draft is not None:
             check_draft(draft, model, torch.zeros(args.samples, 1))
-    outliers = [look.outlier for each in (model, draft) if each is not None and (look := require_intact(each, each.name)).outlier]
-    without = [f"{each}; a prompt with one is refused" for each in rows_note(tokenizer, model.config, args.model)]
-    asks = f"{args.model} was fine-tuned on questions and answers; --chat asks it in their format"
-    for remark in (*outliers, *without, *([asks] if chat is not None and not args.chat else [])):
+    remarks = [require_intact(each, each.name).outlier for each in (model, draft) if each is not None]
+    remarks += [f"{each}; a prompt with one is refused" for each in rows_note(tokenizer, model.config, args.model)]
+    if chat is not None and not args.chat:
+        remarks.append(f"{args.model} was fine-tuned on questions and answers; --chat asks it in their format")
+    for remark in filter(None, remarks):
         note(remark)
     writer = _Writer(args, tokenizer, Decoder(model), sampling, draft)
     started = time.perf_counter()
@@ -90,9 +92,9 @@ def run(args: GenerateSettings) -> int:
         body, count = _continue(_text(args.prompt[0] if args.prompt else "\n"), writer)
     seconds = time.perf_counter() - started
     body = pick(args, "model", "draft") | body | asdict(sampling) | pick(args, "seed", "stop") | {"seconds": seconds}
-    speed = f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second"
-    write_result(args.json, body, lambda: print(speed, file=sys.stderr))
-    return 0
+    if args.json != "-":
+        print(f"{count} tokens in {seconds:.2f} s, {count / max(seconds, 1e-9):.0f} a second", file=sys.stderr)
+    return finish(args, body, "")
 
 
 class _Writer:
@@ -174,16 +176,14 @@ def _continue(text: str, writer: _Writer) -> tuple[dict[str, Any], int]:
 
 def _answer(questions: Iterable[str], writer: _Writer, chat: "ChatFormat", most: int) -> tuple[dict[str, Any], int]:
     """Answer each question after the turns before it, of which at most ``most`` tokens are read; return as :func:`_continue`."""
-    turns: list[tuple[str, list[int]]] = []
-    report = []
+    turns: list[dict[str, Any]] = []
     for question in questions:
-        ids = chat.conversation(writer.tokenizer, turns, question, most)
+        ids = chat.conversation(writer.tokenizer, [(turn["prompt"], turn["ids"]) for turn in turns], question, most)
         if not ids:
             raise InputError("--prompt is empty, and the model's chat format has no text of its own; give a question")
         (new,) = writer(ids)
-        turns.append((question, new))
-        report.append({"prompt": question, "text": writer.text(new), "prompt_ids": ids, "ids": new})
-    return {"turns": report}, sum(len(new) for _, new in turns)
+        turns.append({"prompt": question, "text": writer.text(new), "prompt_ids": ids, "ids": new})
+    return {"turns": turns}, sum(len(turn["ids"]) for turn in turns)
 
 
 def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
@@ -193,14 +193,13 @@ def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
         return
     from gpt2.data.files import decoded
 
-    asks = sys.stdin.isatty()
-    while True:
-        if asks:
-            print("> ", end="", file=sys.stderr, flush=True)
-        if not (line := sys.stdin.buffer.readline()):
-            break
+    asks, line = sys.stdin.isatty(), b"\n"
+    while line:
         if line.strip():
             yield decoded(line, "stdin").rstrip("\r\n")
+        if asks:
+            print("> ", end="", file=sys.stderr, flush=True)
+        line = sys.stdin.buffer.readline()
     if asks:
         print(file=sys.stderr)
 

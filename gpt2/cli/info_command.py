@@ -1,9 +1,9 @@
 """``gpt2 info``: show a checkpoint's config, parameters, files and memory needs."""
 
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from gpt2.cli.common import ModelSettings, write_result
+from gpt2.cli.common import ModelSettings, finish
 from gpt2.errors import printable, size
 
 if TYPE_CHECKING:
@@ -18,23 +18,14 @@ EXAMPLES = """\
 
 def run(args: ModelSettings) -> int:
     from gpt2.checkpoint.describe import describe
-
-    description = describe(args.model, revision=args.revision, offline=args.offline)
-    write_result(args.json, _body(description), lambda: print(printable(_text(description))))
-    return 0
-
-
-def _body(description: "Description") -> dict[str, Any]:
     from gpt2.measure.environment import environment
 
-    config, parts = description.config, ("weights", "cache", "training")
-    return {
-        **asdict(description),
-        "environment": asdict(environment([])),
-        "parameters": config.num_parameters(),
-        "parameters_by_part": config.parameters_by_part(),
-        "memory_bytes": {part: getattr(description, f"{part}_bytes") for part in parts},
-    }
+    description = describe(args.model, revision=args.revision, offline=args.offline)
+    config, memory = description.config, ("weights", "cache", "training")
+    body = asdict(description) | {"environment": asdict(environment([])), "parameters": config.num_parameters()}
+    body |= {"parameters_by_part": config.parameters_by_part()}
+    body |= {"memory_bytes": {part: getattr(description, f"{part}_bytes") for part in memory}}
+    return finish(args, body, printable(_text(description)))
 
 
 def _text(description: "Description") -> str:

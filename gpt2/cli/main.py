@@ -15,9 +15,10 @@ from typing import Any, NoReturn, get_type_hints
 
 from gpt2 import __version__
 from gpt2.cli import EARLY
-from gpt2.cli.common import outlasting_readers, require_writable, with_activation
-from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable
+from gpt2.cli.common import with_activation
+from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable, require_writable
 from gpt2.options import add_options, read, require_sense
+from gpt2.pages.streams import outlasting_readers
 
 COMMANDS = {
     "info": "show config, parameters by part, files with sha256, and memory needed",

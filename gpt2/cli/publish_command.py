@@ -4,9 +4,10 @@ import sys
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from gpt2.cli.common import Status, listed, say, write_result
+from gpt2.cli.common import finish, listed
 from gpt2.errors import InputError, printable, size
 from gpt2.options import Command, argument, option
+from gpt2.pages.streams import Status
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.publish import Plan, Target
@@ -43,9 +44,7 @@ def run(args: PublishSettings) -> int:
     body: dict[str, Any] = {"repo": args.repo, "files": [asdict(file) for file in planned.files], "not_sent": planned.left_out}
     body |= {"notes": planned.notes, "commit": None}
     if args.dry_run:
-        text = f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)"
-        write_result(args.json, body, lambda: say(text))
-        return 0
+        return finish(args, body, f"{_plan(args, planned, None)}\nnothing was sent (--dry-run)")
     with Status(f"asking the Hub for {args.repo}"):
         target = look(planned, public=args.public)
     print(printable(_plan(args, planned, target)), file=sys.stderr)
@@ -65,8 +64,7 @@ def run(args: PublishSettings) -> int:
     text += f"every hash on the Hub is the one shown; gpt2 verify {args.repo}@{commit[:12]} checks what comes back"
     if wrong:
         text = f"{url}: the Hub stored other bytes of {', '.join(wrong)}; the folder changed meanwhile? publish again"
-    write_result(args.json, body, lambda: say(text))
-    return 1 if wrong else 0
+    return finish(args, body, text, code=1 if wrong else 0)
 
 
 def _plan(args: PublishSettings, planned: "Plan", target: "Target | None") -> str:

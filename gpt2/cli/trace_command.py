@@ -3,9 +3,10 @@
 from dataclasses import MISSING, dataclass
 from typing import ClassVar
 
-from gpt2.cli.common import ModelSettings, Status, finish, set_option, wrote
+from gpt2.cli.common import ModelSettings, finish, set_option, wrote
 from gpt2.errors import InputError
 from gpt2.options import device_option, option, pick
+from gpt2.pages.streams import Status
 
 EXAMPLES = """\
   gpt2 trace --out reference.safetensors                     the embedded model, 4 x 64 tokens of Twelfth Night
@@ -66,6 +67,6 @@ def run(args: TraceSettings) -> int:
         traced = trace(args.model, **options, progress=status)
         status("writing")
         traced.save(args.out)
-    finish(args, traced)
+    code = finish(args, traced)
     wrote(args.out)
-    return 0
+    return code

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt2.cli.common import note, say, write_result
+from gpt2.cli.common import finish, note
 from gpt2.errors import InputError, printable
 from gpt2.options import Command, argument, option, pick
 
@@ -27,9 +27,6 @@ EXAMPLES = """\
   gpt2 train plot out/mini out/chars --out curves.svg                   loss curves of runs, to PNG or SVG
 
 The same command again resumes from the newest intact checkpoint. Ctrl-C finishes the step and saves."""
-
-
-_ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +55,7 @@ def run(args: TrainSettings) -> int:
             body[name] = pick(each, "description", "takes") | {"expect": each.expect or None, "needs": each.data.needs}
             needs = f"needs {each.data.needs}" if each.data.needs else ""
             rows.append((name, (each.description, promise(each), needs)))
-        write_result(args.json, body, lambda: say(_wrapped(rows)))
-        return 0
+        return finish(args, body, _wrapped(rows))
     if args.recipe == "plot":
         if args.json:
             raise InputError("--json has no effect with plot: the numbers are in RUN/metrics.jsonl; leave it out")
@@ -73,14 +69,12 @@ def run(args: TrainSettings) -> int:
         raise InputError(f"which recipe? one of {', '.join(names())}, or the path of a TOML file")
     if args.settings:
         keys = read(args.recipe, args.set).settings()
-        write_result(args.json, keys, lambda: say(_keys(keys)))
-        return 0
+        return finish(args, keys, _keys(keys))
     if args.list_data:
         from gpt2.train.listing import list_data
 
         listing = list_data(read(args.recipe, args.set), args.init)
-        write_result(args.json, asdict(listing), lambda: say(listing.table()))
-        return 0
+        return finish(args, asdict(listing), listing.table())
     from gpt2.train.launch import launch, leave
     from gpt2.train.parallel import PeerLost, own_rank
 
@@ -125,7 +119,7 @@ def _words(args: TrainSettings) -> list[str]:
 
 def _train(args: TrainSettings) -> int:
     """Train in this process, alone or as one rank of a job; rank 0 prints the result."""
-    from gpt2.train.lines import show
+    from gpt2.train.lines import ended, show
     from gpt2.train.loop import train
     from gpt2.train.parallel import own_rank, restarts
     from gpt2.train.recipe import read
@@ -137,14 +131,8 @@ def _train(args: TrainSettings) -> int:
         from gpt2.checkpoint.card import remark_of
         from gpt2.train.card import write_card
 
-        best = Path(result.folder) / "best"
         if remark := remark_of(partial(write_card, Path(result.folder))):
             note(remark)
-        body = {**asdict(result), "folder": str(result.folder), "best": str(best)}
-        text = f"{_ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
-        text += f"{result.best_step}: {printable(str(best), one_line=True)}"
-        if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
-            unchanged = "it holds the initial weights, unchanged: training never improved on them"
-            text += f"\n{unchanged}; lower optim.lr, or give more text"
-        write_result(args.json, body, lambda: say(text))
+        body = {**asdict(result), "folder": str(result.folder), "best": str(Path(result.folder) / "best")}
+        finish(args, body, ended(result, recipe))
     return 130 if result.stopped == "interrupted" else 0

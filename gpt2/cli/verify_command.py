@@ -2,10 +2,11 @@
 
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from gpt2.cli.common import ModelSettings, Status, finish
+from gpt2.cli.common import ModelSettings, finish
 from gpt2.options import device_option, option, pick
+from gpt2.pages.streams import Status
 from gpt2.parity.settings import VerifySettings
 
 if TYPE_CHECKING:
@@ -13,7 +14,6 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from gpt2.devices.report import DeviceReport
     from gpt2.parity.report import Report
 
 EXAMPLES = """\
@@ -44,27 +44,25 @@ def run(args: VerifyOptions) -> int:
     from gpt2.measure.allocator import keep_freed_memory
 
     keep_freed_memory()
-    report: Report | DeviceReport
     with Status("importing torch and transformers" if args.device is None else "importing torch") as status:
         from gpt2.pages.reports import Interrupted
         from gpt2.parity.run import verify
 
-        where, interrupted = pick(args, "seed", "revision", "offline"), False
+        code, where = None, pick(args, "seed", "revision", "offline")
         options = pick(args, "quick", "keep_going", "record") | where
         try:
             if args.device is not None:
                 from gpt2.devices.run import verify_device
 
-                report = verify_device(args.model, args.device, **where, progress=status)
+                report: Any = verify_device(args.model, args.device, **where, progress=status)
             elif status.live:
                 with _live(status) as (say, show):
                     report = verify(args.model, **options, progress=say, watch=show)
             else:
                 report = verify(args.model, **options)
-        except Interrupted as stopped:
-            report, interrupted = stopped.report, True
-    code = finish(args, report)
-    return 130 if interrupted else code
+        except Interrupted as interrupted:
+            report, code = interrupted.report, 130
+    return finish(args, report, code=code)
 
 
 @contextmanager

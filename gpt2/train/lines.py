@@ -4,9 +4,10 @@ import sys
 
 from gpt2.errors import printable, size
 from gpt2.train.evaluation import slowest
-from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Started
+from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Result, Started
 from gpt2.train.recipe import Recipe
 
+ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
 ACTIONS = {"stop": "stopping", "skip": "skipped", "rewind": "going back to the newest checkpoint, and on with different windows"}
 
 
@@ -47,6 +48,15 @@ def _started(event: Started) -> str:
     known = "" if recipe.data.path else f" · {promise(recipe)}"  # of the recipe's own text
     lines.append(f"about {size(event.memory)} of memory beside torch's own{known}")
     return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
+
+
+def ended(result: Result, recipe: Recipe) -> str:
+    """Say how a run ended, and where its best model is."""
+    text = f"{ENDS[result.stopped]} at step {result.step}\nbest validation loss {result.best_loss:.4f} at step "
+    text += f"{result.best_step}: {printable(str(result.folder / 'best'), one_line=True)}"
+    if not result.best_step and result.step >= min(recipe.eval_every, recipe.steps):
+        text += "\nit holds the initial weights, unchanged: training never improved on them; lower optim.lr, or give more text"
+    return text
 
 
 def promise(recipe: Recipe) -> str:

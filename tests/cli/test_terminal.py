@@ -16,7 +16,6 @@ from support.pages import Parts
 from support.random_models import write_checkpoint
 
 from gpt2.bench import Bench, Row, Spread
-from gpt2.cli.common import Status
 from gpt2.cli.main import COMMANDS, file_of, main
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
@@ -26,6 +25,7 @@ from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words
 from gpt2.measure.tracing import points
 from gpt2.pages.reports import Printed
+from gpt2.pages.streams import Status
 from gpt2.parity.record import RecordReport, public_record
 from gpt2.parity.report import EXACT, MAPPING, ROUNDING, Check, Point, Report
 from gpt2.port.mapping.report import MappingReport, MappingRow
