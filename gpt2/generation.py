@@ -199,7 +199,7 @@ class Ending:
         return self.ended
 
 
-Ids = TypeVar("Ids", list[int], Tensor)
+Ids = TypeVar("Ids", list[int], Sequence[int], Tensor)  # of a tuple or range, too, the result is a list
 
 
 def generate(

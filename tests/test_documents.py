@@ -169,6 +169,14 @@ def test_ci_runs_the_readme_s_test_command() -> None:
     assert [each.split()[0] for each in elsewhere[2:]] == [".ci/run"]
 
 
+def test_the_versions_of_python_that_are_claimed_are_those_that_are_tested() -> None:
+    """3.12 was claimed, and no machine ran it."""
+    tested = re.findall(r'ubuntu-latest, python: "(.+?)"', (ROOT / ".github/workflows/test.yml").read_text())
+    claimed = re.findall(r"Python :: (3\.\d+)", (ROOT / "pyproject.toml").read_text())
+    assert tested == claimed
+    assert f"Python {claimed[0]} to {claimed[-1]}" in README
+
+
 # Requirements of examples that are missing here, by a word of the example; all other examples run.
 NEEDS = {
     r"^(verify|bench) random:": "minutes",

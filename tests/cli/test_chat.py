@@ -1,7 +1,6 @@
 """The chat format: kept with a model, read by transformers as by us, and used by ``gpt2 generate --chat``."""
 
 import io
-import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -10,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from jinja2 import TemplateError
-from support.commands import ASSET, mistake, refusal
+from support.commands import ASSET, as_json, mistake, printed, refusal
 
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.checkpoint.saving import save
-from gpt2.cli.main import main
 from gpt2.data import from_directory
 from gpt2.data.adapter import auto_tokenizer
 from gpt2.data.chat import ChatFormat
@@ -90,8 +88,7 @@ def test_chat_keeps_the_turns_and_answers_in_the_format(
 ) -> None:
     """Possible bugs: a turn without its answer, an answer without its end, the question echoed into the answers."""
     argv = ["generate", str(model), "--chat", "--temperature", "0", "--max-new-tokens", "9"]
-    assert main([*argv, "--prompt", TURNS[0][0], "--prompt", TURNS[1][0], "--json", "-"]) == 0
-    turns = json.loads(capsys.readouterr().out)["turns"]
+    turns = as_json(capsys, *argv, "--prompt", TURNS[0][0], "--prompt", TURNS[1][0])["turns"]
     tokenizer, brain = from_directory(model), gpt2.load(str(model))
     ids = tokenizer.encode('Question:\nWho is there?\n\nAnswer "é\\":\n')
     assert turns[0]["prompt_ids"] == ids
@@ -102,8 +99,7 @@ def test_chat_keeps_the_turns_and_answers_in_the_format(
     assert all(texts)
 
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"Who is there?\n\nSo?\n"), isatty=lambda: False))
-    assert main(argv) == 0
-    answers = capsys.readouterr().out
+    answers = printed(capsys, *argv)
     assert answers.startswith(texts[0] + "\n")
     assert "Who is there?" not in answers
 
@@ -117,8 +113,7 @@ def test_an_answer_ends_with_the_end_of_text(tmp_path: Path, capsys: pytest.Capt
         rows[end] *= 100  # always the likeliest
         brain.wte.weight.data, brain.ln_f.weight.data, brain.ln_f.bias.data = rows, torch.zeros(160), rows[end].clone()
         save(brain, tokenizer, tmp_path)
-        assert main(["generate", str(tmp_path), "--chat", "--prompt", "Who?", "--max-new-tokens", "4"]) == 0
-        assert capsys.readouterr().out == shown
+        assert printed(capsys, "generate", str(tmp_path), "--chat", "--prompt", "Who?", "--max-new-tokens", "4") == shown
 
 
 def test_what_chat_refuses(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,14 +15,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import forks
-from support.commands import alive, refusal
+from support.commands import alive, as_json, mistake, printed, refusal
 from support.faulty import CONFIG, write
 from support.faulty.exits import HOSTILE, write_hostile
 
 import gpt2
-from gpt2.cli.main import main
 from gpt2.port.diagnosis import runner
-from gpt2.port.terms.report import Diagnosis, Divergence
 
 # Words that the message must contain, for each refused file.
 SAID = {
@@ -71,15 +69,6 @@ def test_whatever_the_file_does_the_answer_is_clear(name: str, checkpoint: Path)
         assert done.stderr == ""
 
 
-@pytest.mark.parametrize(("verdict", "code"), [("equal", 0), ("mismatch", 1), ("undetermined", 1)])
-def test_exit_codes(verdict: str, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    """CI pipelines branch on these."""
-    found = Diagnosis(verdict, Divergence("h.0.ln_1", 0.5), (), (), "m", "c", 0.5)
-    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: found)
-    assert main(["diagnose", "port.py:build"]) == code
-    assert verdict.upper() in capsys.readouterr().out
-
-
 def test_another_checkpoint_is_diagnosed_without_a_port(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """To compare two checkpoints, a port had to be written that loads the one. A file, and a folder."""
     theirs = gpt2.load(str(checkpoint))
@@ -88,13 +77,11 @@ def test_another_checkpoint_is_diagnosed_without_a_port(checkpoint: Path, tmp_pa
     save_file(theirs.state_dict(), tmp_path / "model.safetensors")
     shutil.copy(checkpoint / "config.json", tmp_path)
     file = str(tmp_path / "model.safetensors")
-    assert main(["diagnose", file, "--model", str(checkpoint), "--json", "-"]) == 1
-    found = json.loads(capsys.readouterr().out)
+    found = as_json(capsys, "diagnose", file, "--model", str(checkpoint), code=1)
     assert [(one["id"], one["where"]) for one in found["causes"]] == [("transposed", "h.1.attn.c_proj.weight")]
     assert found["module"] == file
-    assert main(["diagnose", str(checkpoint), "--model", str(checkpoint)]) == 0
-    assert main(["diagnose", "gtp2"]) == 2
-    assert "unknown model 'gtp2'" in capsys.readouterr().err
+    assert "EQUAL" in printed(capsys, "diagnose", str(checkpoint), "--model", str(checkpoint))
+    assert "unknown model 'gtp2'" in mistake(capsys, "diagnose", "gtp2")
 
 
 ENDLESS = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import http.client
 import itertools
-import json
 import re
 import signal
 import socket
@@ -16,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from support import forks
 from support.browser import Browser, in_a_browser
-from support.commands import mistake
+from support.commands import as_json, mistake, printed
 from support.forks import Fork
 
 import gpt2
@@ -102,24 +101,19 @@ def test_no_other_name_and_no_other_site_gets_an_answer(served: Page) -> None:
         outside.connect(("127.0.0.2", served.port))  # a server on 0.0.0.0 would answer here as well
 
 
-@pytest.mark.parametrize("path", ["/", "/?prompt=O", "/x/", "/" + "A" * 22 + "/", "/favicon.ico", "//"])
-def test_who_does_not_know_the_address_gets_nothing(served: Page, path: str) -> None:
+def test_who_does_not_know_the_address_gets_nothing(served: Page) -> None:
     """Any user of the machine may connect to the port; the page shows the prompt."""
-    status, body, _ = get(Page(served.port, path))
-    assert status == 404
-    assert "Romeo" not in body
-    assert get(Page(served.port, served.path[:-2] + "/"))[0] == 404
+    for path in ("/", "/?prompt=O", "/x/", "/" + "A" * 22 + "/", "/favicon.ico", "//", served.path[:-2] + "/"):
+        status, body, _ = get(Page(served.port, path))
+        assert (status, "Romeo" in body) == (404, False), path
 
 
 def test_a_file_and_json_instead_of_a_server(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A page to share, and the same figures for a script."""
     models, page = ["shakespeare-mini", "shakespeare-mini:bf16"], tmp_path / "p.html"
-    assert main(["explore", *models, "--prompt", "O", "--html", str(page)]) == 0
+    assert printed(capsys, "explore", *models, "--prompt", "O", "--html", str(page)) == ""
     assert page.read_text().count('role="grid"') == 2
-    assert capsys.readouterr().out == ""
-    assert main(["explore", "--prompt", PROMPT, "--json", "-"]) == 0
-    body = json.loads(capsys.readouterr().out)
-    assert "".join(body["lenses"][0]["tokens"]) == PROMPT
+    assert "".join(as_json(capsys, "explore", "--prompt", PROMPT)["lenses"][0]["tokens"]) == PROMPT
 
 
 def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.CaptureFixture) -> None:

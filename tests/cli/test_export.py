@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import ASSET
+from support.commands import ASSET, mistake, printed
 
 import gpt2
 from gpt2.cli.main import main
@@ -31,9 +30,9 @@ def test_hf_is_the_default(tmp_path: Path, capsys: pytest.CaptureFixture) -> Non
     assert same_weights(tmp_path, ASSET)
     first, *lines = out.splitlines()
     assert first == f"shakespeare-mini -> {tmp_path}  hf, float32, 1,915,360 parameters"
-    assert len(lines) == len(written)
     digest = hashlib.sha256(written["model.safetensors"]).hexdigest()
-    assert any(re.fullmatch(rf"  model\.safetensors +7\.7 MB  sha256 {digest}", line) for line in lines)
+    assert [line.split() for line in lines if digest in line] == [["model.safetensors", "7.7", "MB", "sha256", digest]]
+    assert len(lines) == len(written)
 
 
 MINE = """
@@ -108,15 +107,14 @@ def test_tensors_are_read_by_the_names_of_the_module_that_they_belong_to(mine: P
     """A file with an author's own names was a dead end, although the author's module knows what they are."""
     stored = {f"module.p.{n}": tensor for n, tensor in enumerate(gpt2.load("shakespeare-mini").state_dict().values())}
     torch.save({"state_dict": stored}, "odd.pt")
-    assert main(["info", "odd.pt"]) == 2
-    assert "gpt2 export odd.pt DIR --like FILE.py:build" in capsys.readouterr().err
-    assert main(["export", "odd.pt", "out", "--like", "mine.py:odd"]) == 0
-    assert "note: the tensors of odd.pt were read by the names of mine.py:odd" in capsys.readouterr().out
+    assert "gpt2 export odd.pt DIR --like FILE.py:build" in mistake(capsys, "info", "odd.pt")
+    said = printed(capsys, "export", "odd.pt", "out", "--like", "mine.py:odd")
+    assert "note: the tensors of odd.pt were read by the names of mine.py:odd" in said
     assert same_weights(Path("out"), ASSET)
     torch.save({**stored, "module.p.0": torch.zeros(3, 3), "other": torch.zeros(2)}, "odd.pt")  # controls: it must fit
-    assert main(["export", "odd.pt", "again", "--like", "mine.py:odd"]) == 2
-    assert "odd.pt: does not fit mine.py:odd: unknown: other; misshapen: p.0; give the module" in capsys.readouterr().err
-    assert main(["export", "odd.pt", "again", "--like", "mine"]) == 2
+    said = mistake(capsys, "export", "odd.pt", "again", "--like", "mine.py:odd")
+    assert "odd.pt: does not fit mine.py:odd: unknown: other; misshapen: p.0; give the module" in said
+    assert "--like mine" in mistake(capsys, "export", "odd.pt", "again", "--like", "mine")
     assert not Path("again").exists()
 
 

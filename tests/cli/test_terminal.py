@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 from dataclasses import replace
@@ -12,6 +11,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from support.commands import as_json, mistake, printed
 from support.pages import Parts
 from support.random_models import write_checkpoint
 
@@ -150,8 +150,7 @@ def test_a_benchmark_fits() -> None:
 def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Recipe descriptions and sha256 sums were longer than 80 columns, and the terminal broke them at any place."""
     monkeypatch.setenv("COLUMNS", "80")
-    assert main(argv) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, *argv)
     lines = out.splitlines()
     assert len(lines) > 5
     if not argv:  # the command alone prints its help; it gave an error about a missing argument
@@ -188,24 +187,17 @@ def test_progress_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """The script for the Tab key must know our commands and options; shtab's writing of it is its own."""
     pytest.importorskip("shtab")
-    assert main(["--completion", "bash"]) == 0
-    out = capsys.readouterr().out
+    out = printed(capsys, "--completion", "bash")
     assert all(name in out for name in (*COMMANDS, "fail-if"))
     monkeypatch.setitem(sys.modules, "shtab", None)
-    assert main(["--completion", "fish"]) == 2
-    assert capsys.readouterr().err.startswith("gpt2: --completion needs the package shtab; install it with pip install")
+    assert "--completion needs the package shtab; install it with pip install" in mistake(capsys, "--completion", "fish")
 
 
 def test_reports_of_two_machines_can_be_compared(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A verdict that differs between machines cannot be explained if a report does not say which kernels ran.
-
-    Every report has it from one function; test_agents.py holds that it is there.
-    """
+    """A verdict that differs between machines cannot be explained if a report does not say which kernels ran."""
     monkeypatch.setenv("MKL_CBWR", "AUTO")
-    assert main(["info", "--json", "-"]) == 0
-    environment = json.loads(capsys.readouterr().out)["environment"]
-    assert environment["processor"]
-    assert environment["capability"] == torch.backends.cpu.get_cpu_capability()
-    assert environment["blas"] in str(torch.__config__.show())
-    assert environment["threads"] == torch.get_num_threads()
-    assert environment["settings"]["MKL_CBWR"] == "AUTO"
+    here = as_json(capsys, "info")["environment"]  # of each report: test_agents.py
+    assert here["processor"]
+    assert (here["capability"], here["threads"]) == (torch.backends.cpu.get_cpu_capability(), torch.get_num_threads())
+    assert here["blas"] in str(torch.__config__.show())
+    assert here["settings"]["MKL_CBWR"] == "AUTO"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,17 @@ def refusal(call: Callable, *args: object, **kwargs: object) -> str:
         call(*args, **kwargs)
     assert "\n" not in str(error.value)
     return str(error.value)
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> str:
+    """Run a command that ends with ``code``; return its stdout."""
+    assert main([*argv]) == code
+    return capsys.readouterr().out
+
+
+def as_json(capsys: pytest.CaptureFixture[str], *argv: str, code: int = 0) -> dict:
+    """The object that a command writes with ``--json -``."""
+    return json.loads(printed(capsys, *argv, "--json", "-", code=code))
 
 
 def mistake(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import assert_type
 
 import torch
@@ -23,6 +24,7 @@ assert_type(tok, Tokenizer)
 assert_type(tok.encode("Once"), list[int])
 assert_type(tok.n_vocab, int)
 assert_type(gpt2.generate(model, tok.encode("Once"), max_new_tokens=32, temperature=0.8, top_k=50, seed=0), list[int])
+assert_type(gpt2.generate(model, (1, 2), 8), Sequence[int])
 assert_type(gpt2.generate(model, torch.zeros(2, 3, dtype=torch.int64), 8), Tensor)
 
 assert_type(gpt2.verify("gpt2"), gpt2.Report)
