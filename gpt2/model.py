@@ -213,8 +213,10 @@ class GPT2(nn.Module):
         document of each token, for training without cache and padding: attention and positions begin anew with each.
 
         Raises:
-            ValueError: more than ``n_positions`` tokens, or an ``attention_mask`` whose shape is not (B, S).
+            ValueError: ids that are not (B, T), more than ``n_positions`` tokens, or an ``attention_mask`` that is not (B, S).
         """
+        if ids.ndim != 2:
+            raise ValueError(f"ids are {tuple(ids.shape)}; give rows of them, (B, T), as in ids[None]")
         past = 0 if cache is None else cache.length
         tokens, seen = ids.size(1), past + ids.size(1)
         if seen > self.config.n_positions:

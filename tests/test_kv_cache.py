@@ -90,6 +90,8 @@ def test_overflow_is_refused_and_harmless() -> None:
         model(torch.zeros(1, 11, dtype=torch.long), cache=full)
         with pytest.raises(ValueError, match="12 tokens do not fit the model's 11 positions"):
             model(ids[:, :1], cache=full)
+        with pytest.raises(ValueError, match=r"ids are \(5,\); give rows of them"):  # was an IndexError of torch's
+            model(torch.arange(5))
 
 
 def test_capacity_dtype_and_shape() -> None:

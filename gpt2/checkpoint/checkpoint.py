@@ -218,10 +218,10 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
         path = user_path(name)
         neighbours = os.listdir(path.parent) if path.parent.is_dir() else []
         raise InputError(f"no such file or directory: {name}{did_you_mean(path.name, neighbours)}: check the path")
-    repo = OFFICIAL.get(name, name)
+    repo, where = OFFICIAL.get(name, name), Path(name).parent if Path(name).name == "best" else name
+    missing = f"{name}: no such folder; gpt2 train RECIPE --out {where} makes one, gpt2 export MODEL {name} another"
     if repo.count("/") > 1:
-        where = Path(name).parent if Path(name).name == "best" else name
-        raise InputError(f"{name}: no such folder; gpt2 train RECIPE --out {where} makes one, gpt2 export MODEL {name} another")
+        raise InputError(missing)
     if not REPOSITORY.fullmatch(repo):
         hint = did_you_mean(repo.lower(), [DEFAULT, *OFFICIAL])
         known = ", ".join([DEFAULT, *OFFICIAL])
@@ -229,7 +229,12 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
     revision = "main" if parsed.revision is None else parsed.revision
     if not re.fullmatch(r"\w[\w./-]*", revision, re.ASCII) or ".." in revision:
         raise InputError(f"{revision!r} cannot be a revision of {repo}: name a branch, a tag or a commit")
-    folder = repository_files(repo, revision, offline)
+    try:
+        folder = repository_files(repo, revision, offline)
+    except InputError as error:
+        if isinstance(error, CheckpointError) or "/" not in name or not Path(name).parent.is_dir():
+            raise
+        raise InputError(f"{missing}; nor does the Hub give one: {error}") from None  # a folder stands where it would be
     return Source(repo, folder, folder.name)
 
 

@@ -313,7 +313,7 @@ def _unknown(key: str, where: str) -> InputError:
     known = [each for each in _types() if each.startswith(f"{table}.")] if table in _types() else [*_types()]
     meant = {each.rpartition(".")[2]: each for each in known} | {each: each for each in known}  # lr is optim.lr
     meant |= {name: each for each, names in ELSEWHERE.items() for name in names}
-    close = alike(key, meant, 0.5)
+    close = alike(key, meant)
     listed = ", ".join(each for each in known if table or "." not in each)
     hint = f"did you mean {meant[close]}?" if close else f"keys are {listed}"
     return InputError(f"{where}: unknown key {quoted(key)}; {hint} (--settings lists all)")

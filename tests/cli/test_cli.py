@@ -81,6 +81,7 @@ MISTAKES = [
     ("verfy", "no command 'verfy' (did you mean verify?); see gpt2 --help"),
     ("verify --ofline", "unrecognized arguments: --ofline (did you mean --offline?); see gpt2 verify --help"),
     ("verify out/macbeth/best", "out/macbeth/best: no such folder; gpt2 train RECIPE --out out/macbeth makes"),
+    ("verify run/gone", "run/gone: no such folder; gpt2 train RECIPE --out run/gone makes one"),  # was the Hub's error alone
     ("verify ~nosuchuser/x", "~nosuchuser"),
     ("diagnose port.py:Sized", "Sized(size) needs values: give them defaults, or write build() that returns a Sized"),
     ("verify --json /no/such/folder/r.json", "cannot be written"),
@@ -202,7 +203,7 @@ TINY += " --set model.n_layer=1 --set model.n_embd=16 --set model.n_head=2 --set
 
 
 def test_train_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
-    """Train from scratch, then fine-tune, with the same loop; every other command must open the result."""
+    """Every other command must open the result."""
     text = tmp_path / "text.txt"
     text.write_text("To be, or not to be, that is the question.\n" * 400)
     out = tmp_path / "run"
@@ -216,10 +217,7 @@ def test_train_runs_resumes_and_reports(tmp_path: Path, capsys: pytest.CaptureFi
     assert main(argv) == 0
     assert "going on" in capsys.readouterr().err
     assert "--fresh" in mistake(capsys, *argv[:4], "--set", "steps=5")
-    tuned = tmp_path / "tuned"
-    argv = ["train", "finetune-shakespeare", "--init", str(out / "best"), "--out", str(tuned)]
-    assert main([*argv, *(part for s in settings for part in ("--set", s))]) == 0
-    assert main(["verify", str(tuned / "best")]) == 0
+    assert main(["verify", str(out / "best"), "--quick"]) == 0
 
 
 def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
