@@ -48,7 +48,7 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
     assert "rate: float = 0.001" in str(inspect.signature(own))
     assert "rate: how fast (default: 0.001)" in own.__doc__
     for wrong, says in {
-        "tokns": r"compare\(\) has no keyword 'tokns'; did you mean 'tokens'\?",
+        "tokns": r"compare\(\) has no keyword 'tokns' \(did you mean tokens\?\)",
         "zz": "'zz'; it has a, b, on, tokens",
     }.items():
         with pytest.raises(TypeError, match=says):  # it named a private class

@@ -4,16 +4,13 @@ import math
 import re
 import shutil
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.cli.common import finish
 from gpt2.errors import InputError
 from gpt2.options import Command, argument, offline_option, option, pick, revision_option
 from gpt2.pages.streams import Status
-
-if TYPE_CHECKING:
-    from gpt2.port.terms.report import Diagnosis
 
 EXAMPLES = """\
   gpt2 diagnose port.py:build                        against the embedded checkpoint
@@ -80,28 +77,26 @@ class DiagnoseSettings(Command):
 def run(args: DiagnoseSettings) -> int:
     if not 0 < args.timeout < math.inf:
         raise InputError(f"--timeout {args.timeout}: give a number of seconds above 0, such as 60")
-    diagnosis = _diagnosis(args)
-    return finish(args, diagnosis, diagnosis.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
-
-
-def _diagnosis(args: DiagnoseSettings) -> "Diagnosis":
     if (args.what is None) == (args.run is None):
         both = "not both" if args.what else "such as port.py:build, dump.npz, or --run 'python port.py {ids} {out}'"
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
-    given = pick(args, "revision", "offline")
     if args.set and args.step is None:
         raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
+    given, what = pick(args, "revision", "offline"), str(args.what)
     with Status(f"running {args.run or args.step or args.what}") as status:
         if args.run is not None:
             from gpt2.port.diagnosis.programs import diagnose_program
 
-            return diagnose_program(args.run, args.model, timeout=args.timeout, **given, progress=status)
-        import gpt2
-        from gpt2.port.diagnosis.runner import run
-        from gpt2.port.step.settings import StepSettings
+            diagnosis = diagnose_program(args.run, args.model, timeout=args.timeout, **given, progress=status)
+        elif args.step is None and not re.search(r"\.py(:.*)?$", what):
+            import gpt2
 
-        StepSettings.of(args.set)  # a misspelt key is refused before anything is read or built
-        what = str(args.what)
-        if args.step is None and not re.search(r"\.py(:.*)?$", what):
-            return gpt2.diagnose(what, args.model, **given, progress=status)
-        return run(what, args.model, settings=args.set, **pick(args, "step", "timeout"), **given, progress=status)
+            diagnosis = gpt2.diagnose(what, args.model, **given, progress=status)
+        else:
+            from gpt2.port.diagnosis import runner
+            from gpt2.port.step.settings import StepSettings
+
+            StepSettings.of(args.set)  # a misspelt key is refused before anything is read or built
+            how = pick(args, "step", "timeout") | given
+            diagnosis = runner.run(what, args.model, settings=args.set, **how, progress=status)
+    return finish(args, diagnosis, diagnosis.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))

@@ -40,8 +40,7 @@ class ExploreSettings(Command):
 
 
 def run(args: ExploreSettings) -> int:
-    writes = bool(args.html or args.json)
-    with nullcontext() if writes else PageServer(args.port) as server:
+    with nullcontext() if args.html or args.json else PageServer(args.port) as server:
         from gpt2.explore.lens import PROMPT, explorer
 
         status = Status("loading")

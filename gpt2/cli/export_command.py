@@ -64,8 +64,8 @@ def run(args: ExportSettings) -> int:
 
             check = check_export(done, of=source, **where, progress=status)
     done = _with_card(replace(done, notes=notes + done.notes), args)
-    checked = {} if check is None else {"check": {"ok": check.ok, **asdict(check)}}
-    body = {**asdict(done), "parameters": done.config.num_parameters(), **checked}
+    body = asdict(done) | {"parameters": done.config.num_parameters()}
+    body |= {} if check is None else {"check": {"ok": check.ok, **asdict(check)}}
     head = f"{done.model} -> {done.directory}  {done.format}, {done.type}, {done.config.num_parameters():,} parameters"
     lines = [head, *listed(done.files, done.notes), *([] if check is None else [check.table()])]
     return finish(args, body, printable("\n".join(lines)), code=0 if check is None or check.ok else 1)

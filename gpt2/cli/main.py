@@ -79,10 +79,9 @@ def parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
         description="Load GPT-2 checkpoints, prove them equal to transformers, say where models differ and why, generate, and "
         "fine-tune.",
         epilog="A MODEL is shakespeare-mini (embedded, the default), gpt2, gpt2-medium, gpt2-large, gpt2-xl, distilgpt2, "
-        "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, "
-        "Keras' .h5, Flax' .msgpack, GGUF, llm.c's), "
-        "or random:SIZE[:SEED]; each may end in :bf16 and the like, and one that does not say its activation in :gelu_new. "
-        "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
+        "org/name[@revision], a local directory or file (safetensors, .bin, nanoGPT's ckpt.pt, OpenAI's TensorFlow files, Keras' "
+        ".h5, Flax' .msgpack, GGUF, llm.c's), or random:SIZE[:SEED]; each may end in :bf16 and the like, and one that does not "
+        "say its activation in :gelu_new. Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
     )
     top.add_argument("--version", action="version", version=f"gpt2-toolkit {__version__}")
     help = 'print what makes the Tab key complete gpt2\'s commands, as in: eval "$(gpt2 --completion bash)"'
@@ -120,8 +119,8 @@ def complete(top: argparse.ArgumentParser, shell: str) -> int:
 def share_cores() -> None:
     """Let OpenMP's threads sleep while they wait, unless the user chose otherwise; call it before torch is imported.
 
-    By default they spin. With another busy process on the machine they then spin for threads that do not run, and a command takes
-    several times as long. libgomp, LLVM's and Intel's OpenMP all read OMP_WAIT_POLICY, once, when they are loaded.
+    By default they spin: beside another busy process, for threads that do not run, and a command takes several times as long.
+    libgomp, LLVM's and Intel's OpenMP all read OMP_WAIT_POLICY, once, when they are loaded.
     """
     if not any(name in os.environ for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")):
         os.environ["OMP_WAIT_POLICY"] = "PASSIVE"

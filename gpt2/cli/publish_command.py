@@ -51,8 +51,8 @@ def run(args: PublishSettings) -> int:
     if not args.yes:
         if not sys.stdin.isatty():
             raise InputError("nobody to ask here: add --yes, or --dry-run to send nothing")
-        bytes_ = size(sum(file.size for file in planned.files))
-        print(f"send these {len(planned.files)} files, {bytes_}, to {target.url}? [y/N] ", end="", file=sys.stderr, flush=True)
+        what = f"{len(planned.files)} files, {size(sum(file.size for file in planned.files))}"
+        print(f"send these {what}, to {target.url}? [y/N] ", end="", file=sys.stderr, flush=True)
         if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise InputError("nothing was sent; answer y to send")
     if not sys.stderr.isatty():  # the library's progress bars are for a terminal

@@ -55,11 +55,10 @@ def run(args: TraceSettings) -> int:
 
     form = require_form(args.out)
     options = pick(args, "ids", "text", "tokens", "gradients", "steps", "dtype", "device", "revision", "offline")
-    options["settings"] = dict(map(setting, args.set))
-    if form == STATE_FORM and args.steps:
-        raise InputError(f"--steps {args.steps}: llm.c's debug state holds no training steps; choose another form than .bin")
+    options |= {"settings": dict(map(setting, args.set)), "gradients": args.gradients or form == STATE_FORM}
     if form == STATE_FORM:
-        options["gradients"] = True
+        if args.steps:
+            raise InputError(f"--steps {args.steps}: llm.c's debug state holds no training steps; choose another form than .bin")
         if args.ids is not None:
             rows = np.atleast_2d(read_ids(args.ids))
             options |= {"ids": rows[:, :-1], "targets": rows[:, 1:]}

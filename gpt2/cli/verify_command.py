@@ -1,8 +1,8 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files, or what a device computes."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.cli.common import ModelSettings, finish
 from gpt2.options import device_option, option, pick
@@ -48,18 +48,11 @@ def run(args: VerifyOptions) -> int:
         from gpt2.pages.reports import Interrupted
         from gpt2.parity.run import verify
 
-        code, where = None, pick(args, "seed", "revision", "offline")
-        options = pick(args, "quick", "keep_going", "record") | where
+        options = pick(args, "device", "quick", "keep_going", "record", "seed", "revision", "offline")
+        code, shown = None, _live(status) if status.live and args.device is None else nullcontext((status, None))
         try:
-            if args.device is not None:
-                from gpt2.devices.run import verify_device
-
-                report: Any = verify_device(args.model, args.device, **where, progress=status)
-            elif status.live:
-                with _live(status) as (say, show):
-                    report = verify(args.model, **options, progress=say, watch=show)
-            else:
-                report = verify(args.model, **options)
+            with shown as (say, show):
+                report = verify(args.model, **options, progress=say, watch=show)
         except Interrupted as interrupted:
             report, code = interrupted.report, 130
     return finish(args, report, code=code)
