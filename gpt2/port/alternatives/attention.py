@@ -35,6 +35,7 @@ SCALES: dict[str, tuple[str, Scale]] = {
     "the scores are divided by the root of a head's size twice": ("scale-twice", lambda c, n: 1 / c.head_dim),
     "the scores are divided by the width n_embd": ("scale-by-width", lambda c, n: 1 / c.n_embd),
     "the scores are multiplied by the root of a head's size, not divided": ("scale-wrong", lambda c, n: c.head_dim**0.5),
+    "the scores are multiplied by the root of the width": ("scale-wrong", lambda c, n: c.n_embd**0.5),
     "the scores are divided by the root of the number of heads": ("scale-wrong", lambda c, n: c.n_head**-0.5),
     "the scores are divided by 8, as heads of 64 need it": ("scale-wrong", lambda c, n: 0.125),
     "the fourth root of a head's size divides the queries or the keys alone": ("scale-wrong", lambda c, n: c.head_dim**-0.25),
