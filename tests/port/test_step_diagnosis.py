@@ -150,10 +150,17 @@ def step_of(parts: int = 1, **lines: str):
     return space["make_step"]
 
 
+GROUPS = "groups = [{'params': [p], 'weight_decay': 0.1 * %s} for name, p in model.named_parameters()]"
 ALL = "F.cross_entropy(logits, targets, reduction='none')"
 # A cause: the line that its fix mends, a line that has it, and whether the step has two parts, or some targets of -100.
 HEALED = {
     "labels-not-shifted": ("loss", "F.cross_entropy(logits, x.flatten())", ""),
+    "labels-shifted-twice": ("loss", "F.cross_entropy(model(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten())", ""),
+    "labels-wrong": ("loss", "F.cross_entropy(logits, x.roll(1, 1).flatten())", ""),
+    "last-token-in-loss": ("loss", "F.cross_entropy(logits, x.roll(-1, 1).flatten())", ""),
+    "last-token-missing": ("loss", "F.cross_entropy(model(x)[:, :-1].flatten(0, 1), y[:, :-1].flatten())", ""),
+    "tokens-left-out": ("loss", "F.cross_entropy(model(x)[:, 1:].flatten(0, 1), y[:, 1:].flatten())", ""),
+    "loss-average-wrong": ("loss", f"({ALL} * torch.linspace(0.5, 1.5, 64)).mean()", ""),
     "loss-not-averaged": ("loss", f"{ALL}.sum()", ""),
     "padding-in-average": ("loss", f"{ALL}.mean()", "padded"),
     "logits-scaled": ("loss", "F.cross_entropy(0.7 * logits, targets)", ""),
@@ -165,16 +172,29 @@ HEALED = {
     "gradient-scaled": ("backward", "(3 * loss / grad_accum).backward()", ""),
     "gradient-not-zeroed": ("zero", "pass", ""),
     "clip-missing": ("clip", "pass", ""),
+    "parameters-frozen": ("prepare", "model.wpe.requires_grad_(False)", ""),
+    "clip-by-value": ("clip", "torch.nn.utils.clip_grad_value_(params, 1e-4)", ""),
+    "clip-norm": ("clip", "torch.nn.utils.clip_grad_norm_(params, 1e-3, float('inf'))", ""),
+    "clip-per-tensor": ("clip", "[torch.nn.utils.clip_grad_norm_(p, 0.01) for p in params]", ""),
     "clip-threshold": ("clip", "torch.nn.utils.clip_grad_norm_(params, 0.01)", ""),
     "optimizer-sgd": ("optimizer", "torch.optim.SGD(params, lr)", ""),
+    "optimizer-other": ("optimizer", "torch.optim.RMSprop(groups, lr)", ""),
+    "betas-swapped": ("optimizer", "torch.optim.AdamW(groups, lr, (b2, b1))", ""),
     "betas-wrong": ("optimizer", "torch.optim.AdamW(groups, lr)", ""),
     "eps-wrong": ("optimizer", "torch.optim.AdamW(groups, lr, (b1, b2), 1e-6)", ""),
     "amsgrad": ("optimizer", "torch.optim.AdamW(groups, lr, (b1, b2), amsgrad=True)", ""),
     "decay-coupled": ("optimizer", "torch.optim.Adam(groups, lr, (b1, b2))", ""),
     "decay-on-all": ("groups", "groups = [{'params': params, 'weight_decay': 0.1}]", ""),
+    "decay-on-norms": ("groups", GROUPS % "(p.ndim > 1 or 'bias' not in name)", ""),
+    "decay-on-biases": ("groups", GROUPS % "(p.ndim > 1 or 'bias' in name)", ""),
+    "decay-not-on-embeddings": ("groups", GROUPS % "(p.ndim > 1 and name[0] == 'h')", ""),
+    "decay-missing": ("groups", GROUPS % 0, ""),
     "decay-without-rate": ("decay", "p -= weight_decay * p", ""),
+    "bias-correction-step": ("adam", "p -= lr * m / (1 - b1 ** (t + 1)) / ((v / (1 - b2 ** (t + 1))).sqrt() + 1e-8)", ""),
+    "eps-before-correction": ("adam", "p -= lr * m / (1 - b1**t) / ((v.sqrt() + 1e-8) / (1 - b2**t) ** 0.5)", ""),
     "eps-inside-root": ("adam", "p -= lr * m / (1 - b1**t) / (v / (1 - b2**t) + 1e-8).sqrt()", ""),
     "bias-correction-missing": ("adam", "p -= lr * m / (v.sqrt() + 1e-8)", ""),
+    "schedule-step": ("rate", "for group in optimizer.param_groups: group['lr'] = rate(step + 1)", ""),
     "schedule-wrong": ("rate", "pass", ""),
     "update-rounded": ("prepare", "model.bfloat16()", ""),
 }

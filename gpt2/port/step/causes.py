@@ -41,7 +41,7 @@ _TABLE: dict[str, dict[str, str]] = {
         "(loss / grad_accum).backward()  # no other factor": "gradient-scaled",
         "no .detach(), .data or torch.no_grad() in the forward pass": "gradient-detached",
         "compare each derivative with autograd's, one operation at a time, or with gpt2 trace --gradients": "backward-wrong",
-        "p.requires_grad_(True) for all parameters": "parameters-frozen",
+        "for p in model.parameters(): p.requires_grad_(True)": "parameters-frozen",
     },
     "clip": {
         CLIPPED: "clip-missing clip-by-value clip-per-tensor clip-threshold",
