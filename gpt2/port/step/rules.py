@@ -160,7 +160,7 @@ def variants(settings: StepSettings) -> list[Rule]:
     rules = [adam, lost, sgd, replace(lost, counted=True), momentum]
     rules += [replace(adam, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay]
     rules += [*others, replace(adam, beta1=0.0, correction="none"), *(two for one in others for two in departing(one)[1:])]
-    rules += [replace(one, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay for one in (*others, momentum)]
+    rules += [replace(one, coupled=settings.weight_decay or 0.01) for one in (*others, momentum)]
     return list(dict.fromkeys(rules))
 
 
