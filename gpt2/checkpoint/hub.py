@@ -5,6 +5,7 @@ against what the Hub declares: the name of its blob in the cache, else the hash 
 """
 
 import contextlib
+import errno
 import functools
 import hashlib
 import io
@@ -43,6 +44,7 @@ WARM_PATIENCE = 3.0  # seconds for an answer if the cache can serve
 SETTINGS = ("HTTPS_PROXY", "HTTP_PROXY", "ALL_PROXY", "https_proxy", "http_proxy", "all_proxy", "SSL_CERT_FILE", "HF_ENDPOINT")
 LOCAL = "run it again later, use --offline with a warm cache, or give a local directory"
 OFFLINE = "offline, and the cache {} holds {}: run once online (no --offline, no HF_HUB_OFFLINE=1), or give a local directory"
+FULL = (errno.ENOSPC, errno.EDQUOT)
 BUSY = (408, 429, 500, 502, 503, 504)  # statuses of temporary failures
 # Status of a refusal -> what to do; {hub} is the Hub's address, {owner} the repository's, {otherwise} the general advice.
 REFUSALS = {
@@ -272,7 +274,7 @@ def explained(repo: str, revision: str = "", otherwise: str = LOCAL) -> Iterator
                 advice = REFUSALS.get(status, "check HF_ENDPOINT, or correct it and run it again")
                 advice = advice.format(hub=hub, owner=repo.partition("/")[0], otherwise=otherwise)
                 what = f"{hub} answers {status} for {repo} ({said}): {advice}"
-            case OSError() if cause.errno is not None and cause.filename is not None:
+            case OSError() if cause.errno is not None and (cause.filename is not None or cause.errno in FULL):
                 where = f"cannot store or read {repo} in the cache {constants.HF_HUB_CACHE} ({one_line(cause)})"
                 raise CheckpointError(f"{where}: check its disk and permissions, or set HF_HOME to another place") from error
             case _:

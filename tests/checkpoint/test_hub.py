@@ -17,7 +17,7 @@ from support.checks import content
 from support.hub_standin import HubStandIn
 
 from gpt2.checkpoint.hub import explained
-from gpt2.errors import InputError
+from gpt2.errors import CheckpointError, InputError
 
 CONFIG = b'{"model_type": "gpt2"}'
 WEIGHTS = bytes(range(251)) * 8_000  # 2 MB, with a prime period; these tests never read its content
@@ -288,6 +288,8 @@ def test_a_bug_of_ours_is_no_trouble_of_the_network(bug: type[Exception], tmp_pa
         raise bug("ours")
     with pytest.raises(InputError, match="check the network"), explained("org/name"):
         HfApi(endpoint="http://127.0.0.1:1").model_info("org/name")
+    with pytest.raises(CheckpointError, match="check its disk"), explained("org/name"):
+        raise OSError(28, "No space left on device")
 
 
 def start(hub: HubStandIn, home: Path) -> forks.Fork:
