@@ -128,16 +128,10 @@ MASK = "transformer.h.1.attn.bias"
 MASKS = (
     lambda mask: torch.ones_like(mask),  # all ones
     lambda mask: mask.transpose(2, 3),  # upper
-    lambda mask: mask.tril(-1),  # strictly lower
     lambda mask: mask.triu(-4),  # a band
     lambda mask: entry_flipped(mask, 9, 3),  # one entry off
     lambda mask: entry_flipped(mask, 3, 9),  # one look ahead
     lambda mask: mask * 2,  # scaled
-    lambda mask: torch.where(mask > 0, mask, float("nan")),  # NaN above
-    lambda mask: mask[..., :-1],  # not square
-    lambda mask: mask[0],  # three axes
-    lambda mask: mask.expand(1, 2, -1, -1),  # two heads
-    lambda mask: mask[:, :, :0, :0],  # empty
 )
 
 
@@ -248,15 +242,11 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
         ("{", "config.json is not JSON"),
         ('{"n_layer": 2}', "config.json: lacks vocab_size"),
         ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
-        ({"n_layer": 10**9}, "config.json: n_layer is 1000000000"),
         ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo'"),
         # An old DialoGPT-medium's config says width 768 and its tensors 1024: "size mismatch" 290 times does not help.
         ({"vocab_size": 50257}, "config says vocab_size 50257, the tensors 61"),
-        ({"n_positions": 1024, "n_ctx": 1024}, "config says n_positions 1024, the tensors 16"),
         ({"n_embd": 768}, "config says n_embd 768, the tensors 12"),
         ({"n_layer": 3}, "config says n_layer 3, the tensors 2"),
-        ({"n_layer": 1}, "config says n_layer 1, the tensors 2"),
-        ({"n_inner": 96}, "config says n_inner 96, the tensors 48"),
         ({"n_layer": 9999}, "and 119,960 more"),
     ],
 )

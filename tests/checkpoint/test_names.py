@@ -15,18 +15,14 @@ from gpt2.checkpoint.names import EXPORTS, RUNS, VERIFIES, ModelName, RandomWeig
     [
         ("gpt2", ("gpt2", None, None)),
         ("gpt2:bf16", ("gpt2", None, "bfloat16")),
-        ("gpt2:f32", ("gpt2", None, "float32")),
         ("gpt2:int8", ("gpt2", None, "int8")),
-        ("gpt2@v1", ("gpt2", "v1", None)),
         ("org/name@refs/pr/1", ("org/name", "refs/pr/1", None)),
         ("org/name@v1:float16", ("org/name", "v1", "float16")),
         ("./dir/x.safetensors:fp64", ("./dir/x.safetensors", None, "float64")),
         ("./dir/no@x", ("./dir/no@x", None, None)),
         ("random:gpt2", ("random:gpt2", None, None, RandomWeights("gpt2", 0))),
         ("random:gpt2:3", ("random:gpt2:3", None, None, RandomWeights("gpt2", 3))),
-        ("random:gpt2:bf16", ("random:gpt2", None, "bfloat16", RandomWeights("gpt2", 0))),
         ("random:gpt2-xl:7:bf16", ("random:gpt2-xl:7", None, "bfloat16", RandomWeights("gpt2-xl", 7))),
-        ("random:gpt2:3:int8", ("random:gpt2:3", None, "int8", RandomWeights("gpt2", 3))),
         ("odd:dir/model", ("odd:dir/model", None, None)),
         (r"C:\models\gpt2", (r"C:\models\gpt2", None, None)),
         ("run:bf16", ("run:bf16", None, None)),  # a path that exists is not split
