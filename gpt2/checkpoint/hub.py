@@ -9,6 +9,7 @@ import errno
 import functools
 import hashlib
 import io
+import json
 import logging
 import os
 import re
@@ -21,7 +22,7 @@ from typing import Any
 from gpt2.checkpoint.names import ADAPTED, ADAPTER, LAYOUTS, OFFICIAL, OLD_LAYOUTS
 from gpt2.checkpoint.official import other_than_official
 from gpt2.data.client import check_environment, one_line
-from gpt2.data.files import SMALL, warn_once, written_aside
+from gpt2.data.files import SMALL, read_all, warn_once, written_aside
 from gpt2.errors import CheckpointError, InputError, did_you_mean
 
 # Weights: only the first name that exists, with the files that match its pattern.
@@ -108,6 +109,8 @@ def _cached(repo: str, revision: str) -> Snapshot | None:
         folder = Path(snapshot_download(repo, revision=revision, allow_patterns=[], local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+    if not COMMIT.fullmatch(folder.name):
+        return None
     try:
         declared, listed = {file.path: file.blob_id for file in get_cached_repo_tree(repo, revision=folder.name)}, True
     except CachedRepoTreeNotFoundError:
@@ -115,6 +118,9 @@ def _cached(repo: str, revision: str) -> Snapshot | None:
     for file in [file for file in folder.iterdir() if file.is_symlink() or file.is_file()]:
         blob = Path(os.readlink(file)).name if file.is_symlink() else ""
         declared[file.name] = blob if HASH.fullmatch(blob) else declared.get(file.name, "")
+        if not listed and file.name.endswith(".index.json"):  # it names shards; what it holds is checked when it is loaded
+            with contextlib.suppress(OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+                declared = {str(name): "" for name in json.loads(read_all(file))["weight_map"].values()} | declared
     return Snapshot(folder, declared, listed)
 
 
@@ -134,6 +140,8 @@ def _brought_up_to_date(repo: str, revision: str, found: Snapshot | None) -> Sna
             raise
         log.info("cannot reach the Hub (%s): using the cached %s", one_line(error), whole.folder)
         return whole
+    if not COMMIT.fullmatch(info.sha or ""):
+        raise InputError(f"{repo} at {constants.ENDPOINT} names no commit; check HF_ENDPOINT")
     files = choose(repo, names := [file.rfilename for file in info.siblings or ()])
     current = found if found and found.folder.name == info.sha else None
     if current and not current.lacking(repo, names) and (current.listed or not os.access(current.folder, os.W_OK)):

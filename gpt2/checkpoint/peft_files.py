@@ -147,7 +147,7 @@ def read_adapter(path: Path) -> Adapter:
     if strange or not (pairs or whole):
         what = f"holds {listed(strange)}, no A and B of a projection" if strange else "holds no adapter"
         raise CheckpointError(f"{weights}: {what}; {advice}")
-    trained = [*_names(config, "modules_to_save"), *(["bias"] if config.get("bias", "none") != "none" else [])]
+    trained = [*_names(config, "modules_to_save", where), *(["bias"] if config.get("bias", "none") != "none" else [])]
     if absent := [name for name in trained if not any(f".{name}." in f".{held}." for held in whole)]:
         raise CheckpointError(f"{weights}: holds nothing of {listed(absent)}, which {CONFIG} says was trained; fetch it again")
     factors = {f"{name}.weight": (pair["A"], pair["B"], _scale(config, file, pair, where)) for name, pair in pairs.items()}
@@ -163,10 +163,13 @@ def _merging(config: Mapping[str, Any]) -> str:
     return UNTIE_FIRST + MERGE_WITH_PEFT if tied else MERGE_WITH_PEFT
 
 
-def _names(config: Mapping[str, Any], key: str) -> list[str]:
+def _names(config: Mapping[str, Any], key: str, where: Path = Path(CONFIG)) -> list[str]:
     """Return the names of modules under ``key``, which may be one name."""
     value = config.get(key) or []
-    return [value] if isinstance(value, str) else [*map(str, value)]
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise CheckpointError(f"{where}: {key} is {quoted(value)}, not a list of names; fetch the adapter again")
+    return names
 
 
 def _scale(config: Mapping[str, Any], file: Container, pair: Mapping[str, str], where: Path) -> float:

@@ -85,15 +85,19 @@ def _object(path: Path) -> dict[str, Any]:
 
 def _stated(folder: Path, config: Mapping[str, Any]) -> Iterator[Token]:
     """Yield the tokens that are stated beside tokenizer.json or vocab.json, in any of the files that have held them."""
-    older = [] if DECODER in config else [_object(folder / MAP)]  # and ADDED: before transformers 5
-    for said in (config, *older):
-        yield from _tokens(said)
+    older = {} if DECODER in config else {MAP: _object(folder / MAP)}  # and ADDED: before transformers 5
+    for file, said in {CONFIG: config, **older}.items():
+        try:
+            yield from _tokens(said)
+        except (TypeError, ValueError, AttributeError, KeyError) as error:
+            what = quoted(str(error))
+            raise InputError(f"{folder / file}: names a token in no known form ({what}); it is damaged, fetch it again") from None
     if older:
         yield from ({"content": text, "id": i} for text, i in _object(folder / ADDED).items())
 
 
 def _tokens(said: Mapping[str, Any]) -> Iterator[Token]:
-    """Yield the tokens that one file states."""
+    """Yield the tokens that one file states. Raises TypeError, ValueError or AttributeError: it holds other values."""
     for i, token in (said.get(DECODER) or {}).items():
         yield _known(token, FLAGS) | {"id": int(i)}
     extra = said.get("extra_special_tokens") or said.get("additional_special_tokens") or {}
@@ -105,7 +109,9 @@ def _tokens(said: Mapping[str, Any]) -> Iterator[Token]:
 
 def _known(value: Any, flags: Iterable[str]) -> Token:
     token = value if isinstance(value, dict) else {"content": value}
-    return {"content": token["content"]} | {key: token[key] for key in flags if key in token}
+    if not isinstance(token.get("content"), str) or not all(isinstance(token.get(flag, True), bool) for flag in FLAGS):
+        raise ValueError(value)
+    return {key: token[key] for key in ("content", *flags) if key in token}
 
 
 def _adds_nothing(stated: Token, added: Mapping[str, Token]) -> bool:
@@ -151,6 +157,9 @@ def _own_files(folder: Path, files: tuple[str, str], config: Mapping[str, Any], 
     lines = [line.removesuffix("\r") for line in read_text(folder / files[1]).split("\n")]
     merges = as_pairs([line for line in lines if line and not line.startswith("#version")], str(folder / files[1]))
     vocab, roles = _object(folder / files[0]), _roles(stated, GPT2)
+    if len(twice := {i: token for token, i in vocab.items() if isinstance(i, int)}) < len(vocab):
+        odd = next(token for token, i in vocab.items() if twice.get(i) != token)
+        raise InputError(f"{folder / files[0]}: the id of {quoted(odd)} is no number of its own; fetch the file again")
     special = {*roles.values(), *(token["content"] for token in stated if token.get("special"))}
     added = {text: {**dict.fromkeys(PLACING, False), "special": True, "id": vocab[text]} for text in special if text in vocab}
     asked = any(config.get(key) for key in ("add_prefix_space", "add_bos_token", "add_eos_token"))

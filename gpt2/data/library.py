@@ -7,6 +7,7 @@ single characters by a table (:func:`gpt2.data.byte_level.core`).
 import copy
 import hashlib
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
+GROWTH = 1000  # a normaliser may make a text so many times as long; 40 that double it would fill any memory
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -48,6 +50,12 @@ def template_around(before: str | None, behind: str | None, pipeline: "Backend")
     return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
 
 
+def growth(told: Mapping[str, Any]) -> float:
+    """Return how many times as long a normaliser, as its JSON says it, makes a text at most where it replaces a part of it."""
+    old, new = (told.get("pattern") or {}).get("String"), len(told.get("content") or "") * (told.get("type") == "Replace")
+    return math.prod(map(growth, told.get("normalizers") or ())) * max(1.0, new / len(old) if old else new + 1.0)
+
+
 class LibraryTokenizer(Tokenizer):
     """A pipeline of the `tokenizers` library; ``kept`` are the files that it was read from, to be written back as they are.
 
@@ -72,6 +80,8 @@ class LibraryTokenizer(Tokenizer):
         self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}
         self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
         self.eos = self.vocab.get(self.roles.get("eos_token", ""))
+        if growth(byte_level.state(backend.normalizer)) > GROWTH:
+            raise ValueError(f"its normaliser makes a text over {GROWTH:,} times as long")
         self.core = byte_level.core(backend, self.vocab, merges)
         self.letters = isinstance(self.core, byte_level.Letters)  # one id for each character of a table
         bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"

@@ -13,6 +13,8 @@ from gpt2.data import chat, files
 from gpt2.data.chat import ChatFormat
 from gpt2.errors import InputError
 
+HIGHEST_ID = 10_000_000  # no file that is read has room for more
+
 
 class Encoding(dict[str, Any]):
     """What a call of a tokenizer returns: a dictionary whose two entries are attributes too."""
@@ -43,7 +45,10 @@ class Tokenizer(ABC):
     chat: ChatFormat | None = None
 
     def __init__(self, tokens: Mapping[int, bytes]) -> None:
-        self._bytes = [tokens.get(i) for i in range(max(tokens, default=-1) + 1)]  # None: an id that no token has
+        """Take the bytes of each id. Raises ValueError: an id is so high that a list up to it would fill the memory."""
+        if (highest := max(tokens, default=-1)) > HIGHEST_ID:
+            raise ValueError(f"an id of {highest:,}, and no vocabulary is so large")
+        self._bytes = [tokens.get(i) for i in range(highest + 1)]  # None: an id that no token has
         self.n_vocab, self.kept = len(self._bytes), {}
 
     def __repr__(self) -> str:

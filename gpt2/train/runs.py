@@ -93,9 +93,17 @@ def lines_of(path: Path) -> list[str]:
 def row_of(line: str) -> dict[str, Any]:
     """Return a line of metrics.jsonl, without losses that are no finite numbers; {} if it has no step."""
     row = parsed(line)
+    if "confusion" in row and not _square(row["confusion"]):
+        del row["confusion"]
     losses = [key for key in row if key == "loss" or key.startswith("val_loss") or key.startswith("val_bits")]
     row = {key: value for key, value in row.items() if key not in losses or number(value, float) is not None}
     return row if number(row.get("step"), int, 0) is not None else {}
+
+
+def _square(table: Any) -> bool:
+    """Return whether a table counts documents by class and by what the model said, and has some."""
+    rows = table if isinstance(table, list) and all(isinstance(row, list) and len(row) == len(table) for row in table) else []
+    return all(number(count, int, 0) is not None for row in rows for count in row) and sum(map(sum, rows)) > 0
 
 
 def parsed(text: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
 
 import contextlib
 import json
+import math
 import os
 import re
 import shlex
@@ -19,7 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from itertools import count
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, get_type_hints
 
 import torch
 from safetensors import SafetensorError
@@ -31,6 +32,7 @@ from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.names import ADAPTER
 from gpt2.checkpoint.peft_files import WEIGHTS
 from gpt2.checkpoint.saving import CARD, safetensors_file, unlike_manifest, write_file, write_json
+from gpt2.config import number, quoted
 from gpt2.data import Tokenizer, documents
 from gpt2.data.chat import ChatFormat
 from gpt2.data.files import read_all
@@ -41,7 +43,7 @@ from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus
 from gpt2.train.folders import appearing, writing
 from gpt2.train.recipe import Recipe, build
-from gpt2.train.runs import METRICS, RECIPE
+from gpt2.train.runs import METRICS, RECIPE, parsed
 
 try:
     import fcntl
@@ -79,8 +81,14 @@ class Progress:
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Read the progress.json of a checkpoint. Raises OSError, ValueError, TypeError: there is none, or it is damaged."""
-        return cls(**json.loads(read_all(folder / "progress.json")))
+        """Read the progress.json of a checkpoint. Raises OSError, ValueError: there is none, or a number in it is none."""
+        raw, values = parsed(read_all(folder / "progress.json").decode()), dict[str, Any]()
+        for name, kind in get_type_hints(cls).items():
+            value = raw.get(name, getattr(cls, name, ""))
+            values[name] = number(value, int, 0) if kind is int else value if value == math.inf else number(value, float)
+            if values[name] is None and (kind is int or value is not None):
+                raise ValueError(f"{name} of progress.json is {quoted(value)}")
+        return cls(**values)
 
 
 @contextlib.contextmanager
@@ -247,7 +255,7 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     """
     best, skipped, after, made = folder / BEST, list[str](), False, 0
     lost = unlike_manifest(best) if best.exists() else ""
-    with contextlib.suppress(OSError, ValueError, TypeError):  # unknown: then no checkpoint is before it
+    with contextlib.suppress(OSError, ValueError):  # unknown: then no checkpoint is before it
         made = Progress.read(best).step
     for path in checkpoints(folder):
         fault = _fault(path)
@@ -269,7 +277,7 @@ def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
         else:
             moments = load_file(path / "optimizer.safetensors")
         return moments, Progress.read(path)
-    except (OSError, SafetensorError, ValueError, TypeError) as error:
+    except (OSError, SafetensorError, ValueError) as error:
         raise InputError(f"{path}: cannot be resumed ({error}); start anew with --fresh") from None
 
 

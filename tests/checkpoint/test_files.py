@@ -54,6 +54,7 @@ def test_reads_what_the_library_reads(tmp_path: Path) -> None:
     [
         ({"a": row(0, 16) | {"dtype": "F8_E4M3", "shape": [16]}}, "dtype 'F8_E4M3'"),
         ({"a": row(0, 16), "b": row(16, 16, [0, 2**62])}, "a shape that is too large"),
+        ({"a": ["F32", [4], [0, 16]]}, "in an unknown form"),  # the library reads both, and ours ended in a TypeError
         ({"a\n\x1b[2J": row(4, 16)}, r"`a\n\x1b[2J`"),
         # It is parsed as JSON, which takes many times its size in memory.
         ((b"{}", b"", 2**63), "claims a header"),

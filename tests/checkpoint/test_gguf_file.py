@@ -278,3 +278,17 @@ def test_other_types_are_refused_by_name(tmp_path: Path, kind: gguf.GGMLQuantiza
         refused(lambda: GGUFFile(tmp_path / "a.gguf"), f"blk.0.x is of type {kind.name}, and F32, F16, Q8_0, BF16 are read")
     else:  # newer than this reader
         refused(lambda: GGUFFile(tmp_path / "a.gguf"), f"the type {kind.value}, which GGUF does not have")
+
+
+def test_a_header_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A file of 2 GB of empty texts would become 40 GB of Python objects."""
+    path = tmp_path / "a.gguf"
+    monkeypatch.setattr(gguf_file, "ELEMENTS_LIMIT", 2000)
+    texts = value(b"k", 9, struct.pack("<IQ", 8, 1998)) + text("ä".encode()) * 1998
+    path.write_bytes(header(values=texts, counts=(0, 1)))
+    assert len(GGUFFile(path).metadata["k"]) == 1998
+    path.write_bytes(header(values=texts + value(b"j", 9, struct.pack("<IQ", 0, 1)) + b"a", counts=(0, 2)))
+    refused(lambda: GGUFFile(path), "claims more than 2,000 values")
+    monkeypatch.setattr(gguf_file, "METADATA_LIMIT", 5000)
+    path.write_bytes(header(values=value(b"k", 8, text(b" " * 5000)), counts=(0, 1)))
+    refused(lambda: GGUFFile(path), "has more than 5,000 bytes before its data")

@@ -245,6 +245,18 @@ def test_a_part_of_a_cache_is_filled_online_and_named_offline(hub: HubStandIn, t
         assert content(Path(filled["path"])) == FILES
 
 
+def test_a_shard_that_another_program_left_out_is_named(hub: HubStandIn, tmp_path: Path) -> None:
+    """Only the index says that it belongs there: offline it was called a path that cannot be read."""
+    shards = [name for name in SHARDS if name.endswith("rs")]
+    index = json.dumps({"weight_map": dict(zip("ab", shards, strict=True))}).encode()
+    hub.add_repo("org/name", {"config.json": CONFIG, **SHARDS, "model.safetensors.index.json": index}, lfs=tuple(shards))
+    for name in ("config.json", "model.safetensors.index.json", shards[0]):
+        others(hub, tmp_path, f"hf_hub_download('org/name', '{name}')")
+    named, whole = resolve(hub, tmp_path, OFFLINE, "org/name")
+    assert f"), without {shards[1]}: run once online" in named["message"]
+    assert Path(whole["path"], shards[1]).read_bytes() == SHARDS[shards[1]]
+
+
 @pytest.mark.parametrize("filled_by", ["snapshot_download('org/name')", "us"])
 def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, tmp_path: Path, filled_by: str) -> None:
     """Another user's complete cache could only be used offline, although nothing needs to be written."""

@@ -80,11 +80,15 @@ def test_the_honest_ancestor_of_the_lies_is_read(tmp_path: Path) -> None:
 LISTED = [(b"b", handle(0, len(ROWS)))]
 LIES = [
     (table([ROW]), "no header entry"),
+    (table([FIRST, (b"b", HONEST), ROW]), "not in order"),
     (table([(b"", header(2)), ROW]), "claims 2 data files, and OpenAI's have one"),
     (table([(b"", header(endianness=1)), ROW]), "big-endian"),
+    (table([FIRST, (b"a" * 513, HONEST)]), "a name of 513 bytes"),
+    (table([FIRST, ROW, (b"b", entry(1, [1], 0, 12, NUMBERS[12:]))]), "b overlaps"),
     (table([FIRST, (b"a", entry(1, [2**47, 2**47], 0, 0, NUMBERS))]), "contradicts itself about a"),
     (table([FIRST, (b"a", entry(1, [4], 0, 99, NUMBERS))]), "m.data-00000-of-00001: is cut short"),
     (closed(sealed(ROWS, 1), LISTED), "compressed"),
+    (closed(sealed(ROWS), [*LISTED, (b"c", handle(0, len(ROWS)))]), "overlap"),
     (closed(sealed(ROWS)[:-1] + b"\0", LISTED), "checksum of the block at byte 0"),
     (bytes(INDEX_LIMIT + 1), "500,001 bytes long"),
 ]

@@ -250,11 +250,26 @@ def archive(members: dict[str, bytes], last: int = zipfile.ZIP_STORED) -> Write:
     return write
 
 
-CENTRAL, LOCAL = b"PK\x01\x02", b"PK\x03\x04"
+def twice(path: Path) -> None:
+    """One of two members of one name could be checked and the other one loaded."""
+    archive({"archive/data.pkl": ONE, "archive/data/0": DATA, "archive/data/1": DATA})(path)
+    path.write_bytes(path.read_bytes().replace(b"archive/data/1", b"archive/data/0"))
+
+
+def large_directory(path: Path) -> None:
+    """zipfile makes half a kilobyte of objects for each entry of 50 bytes: 5 GB for a file of 500 MB."""
+    entries = (CENTRAL + b"\x14\0\x14\0" + bytes(38)) * 100_000
+    count, size = (100_000 % 65536).to_bytes(2, "little") * 2, len(entries).to_bytes(4, "little")
+    path.write_bytes(LOCAL + entries + END + bytes(4) + count + size + bytes([4, 0, 0, 0, 0, 0]))
+
+
+CENTRAL, LOCAL, END = b"PK\x01\x02", b"PK\x03\x04", b"PK\x05\x06"
 ARCHIVES: list[tuple[Write, str]] = [
     (patched(CENTRAL, 20, b"\xff\xff\x00\x00\xff\xff\x00\x00", 1), "lies about archive/data/0"),  # past the directory
     (patched(CENTRAL, 16, b"\x01\x02\x03\x04"), "checksum"),
     (patched(LOCAL, 26, b"\xff\xff", 1), "lies about archive/data/0"),
+    (large_directory, "claims 4,600,000 bytes"),
+    (twice, "twice"),
     # A bomb: a kilobyte of zip that unpacks to a gigabyte of pickle.
     (archive({"archive/data.pkl": bytes(50_000_000)}, zipfile.ZIP_DEFLATED), "compressed"),
     (archive({"archive/data.pkl": ONE, "archive/data/0": bytes(8)}, zipfile.ZIP_BZIP2), "archive/data/0 in it is compressed"),
@@ -309,7 +324,8 @@ def test_a_tensor_that_leaves_its_storage_is_refused(tmp_path: Path, lie: Called
         ({"0": (2, DATA[:-1])}, None, {"a": tensor()}, "where its storages end"),
         ({"0": (2, DATA)}, ["0", "0"], {"a": tensor()}, "lists a storage '0'"),
         ({}, {"0": 1}, {"a": tensor()}, "needs a storage of 8 bytes"),
-        ({"0": (2, DATA)}, None, {"a": tensor(), "b": tensor(kind=torch.HalfStorage)}, ""),
+        # The length in bytes would depend on which of two dtypes is used.
+        ({"0": (2, DATA)}, None, {"a": tensor(), "b": tensor(kind=torch.HalfStorage)}, "contradicts itself"),
     ],
 )
 def test_a_lying_list_of_storages_is_refused(tmp_path: Path, storages: Any, keys: Any, state: Any, says: str) -> None:
@@ -317,10 +333,22 @@ def test_a_lying_list_of_storages_is_refused(tmp_path: Path, storages: Any, keys
     refused(lambda: TorchFile(legacy_of(tmp_path / "a", pickled(state), storages, keys=keys)), says)
 
 
+@pytest.mark.parametrize("push", [b"N", b"}", b"]\x94", b"(", b"K\x01"])
+def test_a_pickle_has_an_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, push: bytes) -> None:
+    """Sixteen million dicts of two bytes each take 2 GB of memory."""
+    monkeypatch.setattr("gpt2.checkpoint.containers.pickle_data.INSTRUCTIONS_LIMIT", 5000)
+    refused(lambda: TorchFile(zip_of(tmp_path / "a", b"\x80\x02" + push * 5001, {})), "more than 5,000 instructions")
+    assert holds(TorchFile(zip_of(tmp_path / "a", ONE, {"0": DATA})), {"a": torch.tensor([1.0, 2.0])})
+
+
+HASH = 2**61 - 1  # CPython's modulus for the hash of an integer
 PUSHES = [
     (b"}" + b")" * 100_000 + b"\x86" * 99_999 + b"Ns.", "no tensor at 'a key'"),  # its hash overflows C's stack
     (b"}q\x00U\x01ah\x00s.", "no tensor at a"),  # contains itself
     (b"ctorch\nSize\nq\x00" + b"h\x00" * 100_000 + b")R" + b"\x85R" * 99_000 + b".", "holds the object torch.Size"),
+    (b"}(" + b"".join(b"\x8a\x0a" + (k * HASH).to_bytes(10, "little") + b"N" for k in range(1, 25_000)) + b"u.", "huge numbers"),
+    (b"}U\x01aK\x01sU\x01aK\x02s.", "key twice"),
+    (b"ccollections\nOrderedDict\n](](U\x01aK\x01e](U\x01aK\x01ee\x85R.", "key twice"),
     (b"X\xff\xff\xff\xff.", "cut short"),
     (b"(" + pickled(Called(os.mkdir, "canary"))[2:-1] + b"1}.", "no tensors need"),  # POP_MARK hides a call's result
     (b"cos\nsystem\n.", "the object os.system where"),

@@ -278,7 +278,7 @@ LAST = "".join(SMALL.merges[-1])
         (_vocab(), _merges() + "x" * 100_000, r"merge 7 is 'x+\.\.\.x+', not two tokens"),
         (_vocab(), _merges(lambda m: [*m, ("x" * 100_000, "a")]), r"cannot read it .'Error.*[.][.][.]x+` out of vocabulary"),
         (b"\xff\xfe", _merges(), r"vocab\.json: not UTF-8 \(byte 0xff at position 0\)"),
-        (_vocab(a=1.5), _merges(), "tokenizers library cannot read it"),
+        (_vocab(a=1.5), _merges(), "the id of 'a' is no number of its own"),
         (_vocab(a=-1), _merges(), "tokenizers library cannot read it"),
         ("{}", _merges(), "out of vocabulary"),
         (_vocab(**{LAST: None, "<x>": 262}), _merges(), rf"`{LAST}` out of vocabulary"),

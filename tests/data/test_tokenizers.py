@@ -128,6 +128,59 @@ def word_level(folder: Path, vocab: dict[str, int], **parts: object) -> Path:
     return folder
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "vocab.json"])
+def test_an_id_that_no_vocabulary_has_is_refused_before_a_list_is_made(name: str, tmp_path: Path) -> None:
+    """An id of 500,000,000 made a list of as many entries: 4 GB for a file of 100 bytes."""
+    vocab = {"a": 0, "<|endoftext|>": 1, "b": 500_000_000}
+    if name == "vocab.json":
+        (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+        (tmp_path / "merges.txt").write_text("")
+    else:
+        word_level(tmp_path, vocab)
+    said = refusal(data.from_directory, tmp_path)
+    assert name in said
+    assert "an id of 500,000,000, and no vocabulary is so large" in said
+
+
+def replace(old: dict[str, str], new: str) -> dict[str, object]:
+    return {"type": "Replace", "pattern": old, "content": new}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [replace({"String": "a"}, "aa")] * 40,
+        [replace({"Regex": "[aA]"}, "AA"), {"type": "Sequence", "normalizers": [{"type": "Lowercase"}]}] * 40,
+        [replace({"String": "a"}, "a" * 1_000_000)] * 2,
+    ],
+)
+def test_a_text_that_grows_is_refused_before_it_fills_the_memory(steps: list[dict[str, object]], tmp_path: Path) -> None:
+    """40 steps that double a text made the library ask for a terabyte, which aborts the process: no error could be caught."""
+    normalizer = {"type": "Sequence", "normalizers": steps}
+    said = refusal(data.from_directory, word_level(tmp_path, {"a": 0}, normalizer=normalizer))
+    assert "its normaliser makes a text over 1,000 times as long" in said
+    normalizer = {"type": "Sequence", "normalizers": [replace({"String": "a"}, "aa")] * 9}
+    assert data.from_directory(word_level(tmp_path, {"a": 0}, normalizer=normalizer)).encode("a") == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("tokenizer_config.json", {"eos_token": 5}),
+        ("tokenizer_config.json", {"eos_token": {"special": True}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"x": {"content": "a"}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"0": {"content": "a", "lstrip": 7}}}),
+        ("tokenizer_config.json", {"added_tokens_decoder": 5}),
+        ("tokenizer_config.json", {"extra_special_tokens": 5}),
+        ("special_tokens_map.json", {"unk_token": ["a"]}),
+    ],
+)
+def test_an_error_beside_tokenizer_json_names_its_file(name: str, entries: dict[str, object], tmp_path: Path) -> None:
+    """It was said that tokenizer.json, or the folder, cannot be read: people fetched the wrong file again."""
+    (word_level(tmp_path, {"a": 0}) / name).write_text(json.dumps(entries))
+    assert f"{tmp_path / name}: names a token in no known form" in refusal(data.from_directory, tmp_path)
+
+
 def test_a_panic_while_text_is_encoded_or_decoded_is_one_line(tmp_path: Path) -> None:
     """The panics of the library are no Exception: those of lengths and decoding were tracebacks."""
     split = {

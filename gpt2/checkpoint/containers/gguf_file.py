@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from gpt2.data.library import LibraryTokenizer
 
 # GPT-2 vocabularies have up to 100,000 tokens and as many merges, in 5 MB; far more is an attack.
+METADATA_LIMIT, ELEMENTS_LIMIT = 32_000_000, 2_000_000
 TEXT_LIMIT = 1000  # characters of a token; GPT-2's longest has 128
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}  # to struct's letter
 STRING, ARRAY = 8, 9
@@ -245,16 +246,18 @@ def _texts(file: GGUFFile, name: str) -> list[str]:
 
 
 class _Header:
-    """The bytes before the data, read on demand, within the file's size."""
+    """The bytes before the data, read on demand, within the file's size and the limit."""
 
     def __init__(self, file: MappedFile) -> None:
-        self._file, self._bytes, self.at = file, bytearray(), 0
+        self._file, self._bytes, self._elements, self.at = file, bytearray(), 0, 0
 
     def _reach(self, end: int) -> None:
         if end > self._file.size:
             raise Damaged(f"is cut short: {self._file.size:,} bytes")
+        if end > METADATA_LIMIT:
+            raise Damaged(f"has more than {METADATA_LIMIT:,} bytes before its data, and no GPT-2 needs as many")
         while len(self._bytes) < end:
-            more = self._file.bytes(len(self._bytes), 1 << 20)
+            more = self._file.bytes(len(self._bytes), min(1 << 20, METADATA_LIMIT - len(self._bytes)))
             if not more:
                 raise Damaged("was cut short while it was read")
             self._bytes += more
@@ -272,9 +275,12 @@ class _Header:
         return self.numbers(1, letter)[0]
 
     def require(self, count: int, size: int, what: str) -> None:
-        """Refuse a count of items of at least ``size`` bytes each that exceeds the file's size."""
+        """Refuse a count of items of at least ``size`` bytes each that exceeds the file's size or any GPT-2's."""
         if count * size > self._file.size - self.at:
             raise Damaged(f"claims {count:,} {what}, and has {self._file.size:,} bytes")
+        self._elements += count
+        if self._elements > ELEMENTS_LIMIT:
+            raise Damaged(f"claims more than {ELEMENTS_LIMIT:,} values, and no GPT-2 has as many")
 
     def texts(self, count: int) -> list[str]:
         """Read ``count`` strings, each a length and UTF-8, in one loop without calls: vocabularies are long."""

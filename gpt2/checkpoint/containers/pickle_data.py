@@ -30,6 +30,8 @@ CONSTANTS: dict[str, Any] = {
     "EMPTY_LIST": [],
     "EMPTY_DICT": {},
 }
+# Per pickle. nanoGPT's ckpt.pt of GPT-2 XL with the optimizer's state has 70,000 instructions.
+INSTRUCTIONS_LIMIT = 1_000_000
 # Types of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.
 KEY_TYPES = (str, int, float, bytes, type(None))
 
@@ -107,7 +109,12 @@ class Pickle:
         if type(target) is not dict or len(keys) != len(values):
             raise TypeError
         keys = [key if isinstance(key, KEY_TYPES) else Name("a key") for key in keys]  # which no other key equals
+        if any(isinstance(key, int) and abs(key) >= 1 << 60 for key in keys):  # security: attackers can make them share one hash
+            raise Damaged("has a dict with huge numbers as keys in its pickle")
+        before = len(target)
         target.update(zip(keys, values, strict=True))
+        if len(target) != before + len(keys):
+            raise Damaged(f"has a key twice before byte {self.stream.tell():,} of its pickle")
 
     def call(self, function: Any, args: Any) -> Any:
         if not isinstance(function, Name) or type(args) is not tuple:
@@ -143,7 +150,9 @@ class Pickle:
 
     def run(self) -> Any:
         stack, memo = self.stack, self.memo
-        while code := self.stream.read(1):
+        for _ in range(INSTRUCTIONS_LIMIT):
+            if not (code := self.stream.read(1)):
+                raise Damaged("has a pickle that is cut short")
             opcode = OPCODES.get(code, UNKNOWN)
             match opcode.name:
                 case name if name in ARGUMENTS:
@@ -197,4 +206,4 @@ class Pickle:
                     return stack.pop()
                 case _:
                     raise Damaged(f"has an instruction {code!r} in its pickle that no tensors need")
-        raise Damaged("has a pickle that is cut short")
+        raise Damaged(f"has more than {INSTRUCTIONS_LIMIT:,} instructions in its pickle")

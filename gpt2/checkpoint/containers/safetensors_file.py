@@ -64,6 +64,8 @@ class SafetensorsFile(Container):
         return {name: self._entry(name, row, 8 + length) for name, row in rows.items()}
 
     def _entry(self, name: str, row: Any, data: int) -> Entry:
+        if not isinstance(row, dict) or not isinstance(row["dtype"], str):  # the library also reads [dtype, shape, offsets]
+            raise Damaged(f"has a header that describes {shown(name)} in an unknown form")
         dtype, shape, (start, _) = row["dtype"], row["shape"], row["data_offsets"]
         if dtype not in DTYPES:
             known = ", ".join(DTYPES)

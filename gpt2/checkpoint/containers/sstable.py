@@ -3,6 +3,8 @@
 A file has data blocks, a meta block (not read), an index block, and a footer of 48 bytes that locates these two
 (google/leveldb, doc/table_format.md; tensorflow, ``core/lib/io/format.cc``). Each entry omits the prefix that its key shares
 with the key before, except at *restarts*, where a search can begin.
+
+The files are untrusted: blocks must follow each other and keys rise, so no byte is read twice and no key occurs twice.
 """
 
 from __future__ import annotations
@@ -15,18 +17,27 @@ from gpt2.checkpoint.containers import Damaged
 MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
 FOOTER = 48
 TRAILER = 5  # after a block: a byte for its compression, and a checksum of both
+MAX_KEY = 512  # bytes; shared prefixes can make keys far larger than the file
 
 
 def pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """Yield every key and value. Raises Damaged, at the latest at the table's end."""
+    """Yield every key and value, keys strictly rising. Raises Damaged, at the latest at the table's end."""
     if len(data) < FOOTER or not data.endswith(MAGIC):
         raise Damaged("does not end as an index does")
     footer = data[-FOOTER:]
     _, _, at = _handle(footer, 0)  # the meta block
     start, size, _ = _handle(footer, at)
+    end, last = 0, None
     for _, handle in _entries(_block(data, start, size)):
         start, size, _ = _handle(handle, 0)
-        yield from _entries(_block(data, start, size))
+        if start < end:
+            raise Damaged("has blocks that overlap")
+        for key, value in _entries(_block(data, start, size)):
+            if last is not None and key <= last:
+                raise Damaged("has keys that are not in order")
+            yield key, value
+            last = key
+        end = start + size + TRAILER
 
 
 def varint(data: bytes, at: int) -> tuple[int, int]:
@@ -86,6 +97,8 @@ def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
         length, at = varint(block, at)
         if shared > len(key) or at + new + length > end:
             raise Damaged("has a block that contradicts itself")
+        if shared + new > MAX_KEY:
+            raise Damaged(f"has a name of {shared + new:,} bytes")
         key = key[:shared] + block[at : at + new]
         yield key, block[at + new : at + new + length]
         at += new + length

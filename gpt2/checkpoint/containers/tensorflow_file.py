@@ -20,6 +20,7 @@ from torch import Tensor
 from gpt2.checkpoint import containers
 from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, refuse_other_format, shown
 from gpt2.checkpoint.containers.sstable import masked, pairs, varint
+from gpt2.config import quoted
 from gpt2.errors import CheckpointError
 
 # TensorFlow's dtype numbers (core/framework/types.proto) of weights and counters.
@@ -30,7 +31,7 @@ HEADER = {1: VARINT, 2: VARINT}  # num_shards, endianness
 SLICES, IN_SLICES = 7, "%s is stored in slices; save the checkpoint without a partitioner"
 # dtype, shape, shard_id, offset, size, crc32c, slices
 ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICES: BYTES}
-SHAPE_DIM, DIM = 2, {1: VARINT}
+SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
 INDEX_LIMIT = 500_000  # bytes; gpt2-xl with Adam's moments, 1,743 tensors, has 75 kB
 PIECE = 1 << 23  # bytes per checksum step
 
@@ -77,9 +78,13 @@ class TensorBundle(Container):
             name = _name(key)
             entries[name] = _entry(name, value)
         self._data = MappedFile(self._prefix.with_name(f"{self._prefix.name}.data-00000-of-00001"))
-        if max((entry.end for entry in entries.values()), default=0) > self._data.size:
-            refuse_other_format(self._data)
-            raise CheckpointError(f"{self._data.path}: is cut short: {self._data.size:,} bytes; fetch it again")
+        end = 0
+        for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)):
+            if entry.start < end:
+                raise Refused(f"{shown(name)} overlaps the tensor before it; fetch the checkpoint again")
+            if (end := entry.end) > self._data.size:
+                refuse_other_format(self._data)
+                raise CheckpointError(f"{self._data.path}: is cut short: {self._data.size:,} bytes; fetch it again")
         return entries
 
     def read(self, name: str, dtype: torch.dtype | None = None, *, mapped: bool = True) -> Tensor:
@@ -105,7 +110,9 @@ class TensorBundle(Container):
 def _name(key: bytes) -> str:
     if key.startswith(b"\0"):  # of a slice: zero, variable, zero, where in it
         raise Refused(IN_SLICES % shown(key.split(b"\0")[1].decode(errors="replace")))
-    return key.decode(errors="replace")
+    if not key.isascii():
+        raise Damaged(f"has a name that is not ASCII, {quoted(key)}")
+    return key.decode()
 
 
 def _entry(name: str, message: bytes) -> Stored:
@@ -164,6 +171,8 @@ def _shape(message: bytes) -> tuple[int, ...]:
     """Parse a TensorShapeProto."""
     shape: list[int] = []
     for field, wire, value in _fields(message):
+        if field == SHAPE_UNKNOWN and value:
+            raise Damaged("has a tensor of unknown shape")
         if field == SHAPE_DIM:
             if wire != BYTES or len(shape) == 8:
                 raise Damaged("has a tensor of impossible shape")

@@ -23,12 +23,13 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, Damaged, Refused, listed, refuse_other_format, shown
 from gpt2.checkpoint.containers.pickle_data import Call, Pickle
-from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Strided, describe, is_tensor, kind_of, storage
+from gpt2.checkpoint.containers.torch_tensors import ALLOWED, NotDense, Storage, Strided, describe, is_tensor, kind_of, storage
 from gpt2.checkpoint.keys import SYNONYMS, from_file, is_parameter
 from gpt2.config import quoted
 
 # nanoGPT's ckpt.pt of GPT-2 XL has a pickle of 200 kB; some contain every loss of a long run.
 PICKLE_LIMIT = 16_000_000
+DIRECTORY_LIMIT = 4_000_000  # of a zip archive's directory, which takes twenty times that in memory
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # first bytes of a `_legacy_save` file
 # Keys of the weights where none of them has a GPT-2's name: nanoGPT, Lightning, torch's tutorials.
 WRAPPERS = ("model", "state_dict", "model_state_dict")
@@ -90,7 +91,7 @@ class TorchFile(Container):
     def _members(self) -> dict[str, tuple[int, int, int]]:
         """Read the archive's directory: name -> (data start, size, crc); nothing compressed or shared."""
         try:
-            archive = zipfile.ZipFile(io.FileIO(self._file.file.fileno(), closefd=False))
+            archive = zipfile.ZipFile(_Bounded(self._file.file.fileno(), closefd=False))
         except (zipfile.BadZipFile, NotImplementedError, ValueError, OSError, OverflowError, struct.error) as error:
             raise Damaged(f"has a zip directory that cannot be read ({str(error)[:80]})") from None
         if any(name.endswith("/constants.pkl") for name in archive.namelist()):
@@ -106,6 +107,8 @@ class TorchFile(Container):
             outside = info.header_offset < end or start + info.file_size > archive.start_dir
             if outside or not local.startswith(b"PK\x03\x04"):
                 raise Damaged(f"has a zip directory that lies about {shown(name)}")
+            if name in members:
+                raise Damaged(f"has {shown(name)} twice in its zip directory")
             members[name] = (start, info.file_size, info.CRC)
             end = start + info.file_size
         return members
@@ -124,7 +127,10 @@ class TorchFile(Container):
             raise Damaged(f"is of version {quoted(version.value)}, and torch only ever wrote {VERSION}")
         described = self._unpickle(data, self._unpickle(data, version.end).end)
         keys = self._unpickle(data, described.end)
-        held = {one.key: one for one in map(storage, described.persistent)}
+        held: dict[str, Storage] = {}
+        for one in map(storage, described.persistent):
+            if held.setdefault(one.key, one) != one:
+                raise Damaged(f"contradicts itself about storage {shown(one.key)}")
         places: dict[str, tuple[int, int]] = {}
         at = keys.end
         for key in keys.value if isinstance(keys.value, list) else []:
@@ -199,3 +205,12 @@ def _plain(value: Any) -> bool:
     scalars = (str, int, float, bool, type(None))
     few = type(value) is dict and len(value) <= 100
     return few and all(type(key) is str and type(item) in scalars for key, item in value.items())
+
+
+class _Bounded(io.FileIO):
+    """The file for `zipfile`, which reads as much as the archive claims: limited to a directory's size."""
+
+    def read(self, count: int | None = -1) -> bytes:
+        if count is not None and count > DIRECTORY_LIMIT:
+            raise zipfile.BadZipFile(f"it claims {count:,} bytes")
+        return super().read(count)
