@@ -1,9 +1,9 @@
 """GPT-2 as a graph of named nodes: what each node reads, its right formula, and where it is computed.
 
-A block is :data:`READS`. A text is read in *calls*, one or several pieces; a cache is a node with a memory, which keeps what
-earlier calls have left. Wrong programs are this graph with other formulas at some nodes (:mod:`.alternatives`).
+A block is :data:`READS`. A text is read in *calls*, one or several pieces: a call computes its own tokens, and sees the keys and
+values of all up to its end. Wrong programs are this graph with other formulas at some nodes (:mod:`.alternatives`).
 
-A node has the name of its traced point within a block (``attn.scores``, ``mlp.act``, "" for the block's output); five nodes
+A node has the name of its traced point within a block (``attn.scores``, ``mlp.act``, "" for the block's output); three nodes
 between the projections and the scores have no traced point.
 
 Shapes: streams (B, T, D); heads (B, H, T, K); scores and weights (B, H, T, S).
@@ -33,7 +33,6 @@ Formula = Callable[["Site", State], Tensor]
 Function = Callable[[Tensor], Tensor]  # of one value
 Edits = Mapping[str, Formula]
 Calls = tuple[tuple[int, int], ...]  # the text is read in these pieces; one piece: at once
-Memory = dict[Hashable, Tensor]
 Made = TypeVar("Made")
 
 # Each node of a block, in order, with the nodes that GPT-2 reads there; "x" is the block's input.
@@ -45,11 +44,9 @@ READS: dict[str, tuple[str, ...]] = {
     "attn.qh": ("attn.q",),  # cut into heads
     "attn.kh": ("attn.k",),
     "attn.vh": ("attn.v",),
-    "attn.ks": ("attn.kh",),  # with those that earlier calls have left
-    "attn.vs": ("attn.vh",),
-    "attn.scores": ("attn.qh", "attn.ks"),
+    "attn.scores": ("attn.qh", "attn.kh"),
     "attn.weights": ("attn.scores",),
-    "attn.mixed": ("attn.weights", "attn.vs"),
+    "attn.mixed": ("attn.weights", "attn.vh"),
     "attn.heads": ("attn.mixed",),
     "attn.c_proj": ("attn.heads",),
     "mid": ("x", "attn.c_proj"),
@@ -62,7 +59,7 @@ READS: dict[str, tuple[str, ...]] = {
 NODES = tuple(READS)
 ORDER = {node: number for number, node in enumerate(NODES)}
 LAST = ORDER[""]
-HIDDEN = ("attn.qh", "attn.kh", "attn.vh", "attn.ks", "attn.vs")  # nodes without a traced point
+HIDDEN = ("attn.qh", "attn.kh", "attn.vh")  # nodes without a traced point
 ATTENTION = NODES[ORDER["attn.qh"] : ORDER["attn.c_proj"]]  # nodes whose values depend on how the text is cut into calls
 OUTSIDE = ("embed", "ln_f", "head")  # nodes outside the blocks; "head" is the table (V, D) that the last norm is compared with
 THIRDS = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
@@ -154,7 +151,7 @@ class Model:
     def site(self, layer: int, state: State | None = None) -> Site:
         """Return the place of a block that computes all tokens of ``state`` at once."""
         tokens = self.ids.shape[1] if state is None or "x" not in state else state["x"].shape[1]
-        return Site(self, layer, 0, tokens, {})
+        return Site(self, layer, 0, tokens)
 
     def embed(self, program: Program | None = None) -> Tensor:
         """Return the stream (B, T, D) that enters the first block."""
@@ -210,13 +207,12 @@ class Model:
 
 
 class Site:
-    """Where a node is computed: a block of a model, the tokens ``begin`` to ``end`` of this call, the memory of earlier calls."""
+    """Where a node is computed: a block of a model, and the tokens ``begin`` to ``end`` of this call."""
 
-    __slots__ = ("begin", "config", "end", "layer", "memory", "model")
+    __slots__ = ("begin", "config", "end", "layer", "model")
 
-    def __init__(self, model: Model, layer: int, begin: int, end: int, memory: Memory) -> None:
+    def __init__(self, model: Model, layer: int, begin: int, end: int) -> None:
         self.model, self.config, self.layer, self.begin, self.end = model, model.config, layer, begin, end
-        self.memory = memory
 
     def __getitem__(self, name: str) -> Tensor:
         """Return a tensor by its name in the block, such as ``attn.c_attn.weight``."""
@@ -228,11 +224,11 @@ class Site:
 
     def at(self, layer: int) -> Site:
         """Return the same place in another block."""
-        return Site(self.model, layer, self.begin, self.end, self.memory)
+        return Site(self.model, layer, self.begin, self.end)
 
-    def call(self, begin: int, end: int, memory: Memory) -> Site:
+    def call(self, begin: int, end: int) -> Site:
         """Return the same block in a call."""
-        return Site(self.model, self.layer, begin, end, memory)
+        return Site(self.model, self.layer, begin, end)
 
     def full(self, part: str) -> str:
         """Return the checkpoint's name of the norm ``part``: ``ln_1`` -> ``h.3.ln_1``, ``ln_f`` -> ``ln_f``."""
@@ -256,14 +252,6 @@ class Site:
         """Return the embeddings of the tokens of this call, for as many rows as ``like`` (B, t, D) has."""
         rows = self.right("embed", {})
         return rows.repeat(max(1, len(like) // len(rows)), 1, 1)[:, : like.shape[1]]
-
-    def keep(self, part: Hashable, new: Tensor) -> Tensor:
-        """Append (B, H, t, K) to what earlier calls have left in a memory, perhaps with other heads, and return all of it."""
-        old = self.memory.get(part) if self.begin else None
-        if old is not None and old.shape[1] != new.shape[1]:
-            old = split(merge(old), new.shape[1])
-        self.memory[part] = new if old is None else torch.cat([old, new], 2)
-        return self.memory[part]
 
     @property
     def tokens(self) -> Tensor:
@@ -317,11 +305,9 @@ RIGHT: dict[str, Formula] = {
     "ln_1": lambda c, s: c.norm(s["x"], "ln_1"),
     **{node: _linear(node) for node in THIRDS},
     **{node: _heads(node) for node in ("attn.qh", "attn.kh", "attn.vh")},
-    "attn.ks": lambda c, s: c.keep(("k", c.layer), s["attn.kh"]),
-    "attn.vs": lambda c, s: c.keep(("v", c.layer), s["attn.vh"]),
-    "attn.scores": lambda c, s: (s["attn.qh"] * right_scale(c.config, c.layer)) @ s["attn.ks"].mT,
+    "attn.scores": lambda c, s: (s["attn.qh"] * right_scale(c.config, c.layer)) @ s["attn.kh"].mT,
     "attn.weights": lambda c, s: s["attn.scores"].masked_fill(~c.visible(s["attn.scores"].shape[-1]), -math.inf).softmax(-1),
-    "attn.mixed": lambda c, s: s["attn.weights"] @ s["attn.vs"],
+    "attn.mixed": lambda c, s: s["attn.weights"] @ s["attn.vh"],
     "attn.heads": lambda c, s: merge(s["attn.mixed"]),
     "attn.c_proj": _linear("attn.c_proj"),
     "mid": lambda c, s: s["x"] + s["attn.c_proj"],
@@ -369,20 +355,3 @@ def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int =
     for node in NODES[after + 1 : until + 1]:
         state[node] = computed(c, state, node, edits)
     return state
-
-
-def run(model: Model, blocks: Mapping[int, Edits] | None = None, embed: Formula | None = None, calls: Calls = ()) -> Tensor:
-    """Return the stream (B, T, D) behind the last block of a program that reads its text in ``calls``, at once if there are none.
-
-    ``blocks``: other formulas, by the block's number; ``embed``: of the embeddings.
-    """
-    memory: Memory = {}
-    out = []
-    for begin, end in calls or ((0, model.ids.shape[1]),):
-        first = Site(model, 0, begin, end, memory)
-        x = (first.right("embed", {}) if embed is None else embed(first, {})).to(model.dtype)
-        for layer in range(model.config.n_layer):
-            edits = {} if blocks is None else blocks.get(layer, {})
-            x = run_block(Site(model, layer, begin, end, memory), {"x": x}, edits)[""]
-        out.append(x)
-    return torch.cat(out, 1)

@@ -7,7 +7,7 @@ people's code computes what the table says: for that are the programs of tests/s
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 
 import numpy as np
@@ -27,7 +27,7 @@ from gpt2.port.alternatives import KINDS, table
 from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.schedule import schedules
-from gpt2.port.graph import ROWS, TEXT, Calls, Model, Program, Site
+from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Program, Site
 from gpt2.port.recording.collecting import collect
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.causes import CAUSES
@@ -81,14 +81,31 @@ def alternatives() -> tuple[Alternative, ...]:
     return tuple(table(Model(model().state_dict(), CONFIG, ids())))
 
 
+def in_turn(m: Model, blocks: Mapping[int, Edits], embed: Formula | None = None, calls: Calls = ()) -> Tensor:
+    """The stream (B, T, D) of a program that computes its text call by call, with a cache of keys and values."""
+    out, cache = [], dict[tuple[int, str], Tensor]()
+    for begin, end in calls or ((0, m.ids.shape[1]),):
+        x = (embed or graph.RIGHT["embed"])(Site(m, 0, begin, end), {})
+        for layer, state in enumerate({} for _ in range(CONFIG.n_layer)):
+            state["x"] = x
+            for node in graph.NODES:
+                state[node] = graph.computed(Site(m, layer, begin, end), state, node, blocks.get(layer, {}))
+                if node in ("attn.kh", "attn.vh"):
+                    before = [cache[layer, node]] if begin else []
+                    state[node] = cache[layer, node] = torch.cat([*before, state[node]], 2)
+            x = state[""]
+        out.append(x)
+    return torch.cat(out, 1)
+
+
 @torch.no_grad()
 def logits(one: Alternative | None, calls: Calls = CALLS[0], given: Tensor | None = None) -> Tensor:
     """What a program gives that has the alternative everywhere, and reads its text in these calls."""
     m = Model(model().state_dict(), CONFIG, ids() if given is None else given)
     outside = {} if one is None else one.outside
     blocks = {} if one is None else {n: one.at(n) for n in range(CONFIG.n_layer)}
-    x = graph.run(m, blocks, outside.get("embed"), tuple((a, min(e, m.ids.shape[1])) for a, e in calls if a < m.ids.shape[1]))
-    site = Site(m, 0, 0, m.ids.shape[1], {})
+    x = in_turn(m, blocks, outside.get("embed"), tuple((a, min(e, m.ids.shape[1])) for a, e in calls if a < m.ids.shape[1]))
+    site = Site(m, 0, 0, m.ids.shape[1])
     normed = (outside.get("ln_f") or graph.RIGHT["ln_f"])(site, {"x": x})
     return normed @ (outside.get("head") or graph.RIGHT["head"])(site, {}).T
 
@@ -163,13 +180,13 @@ def test_calls_give_what_a_program_computes_that_reads_its_text_so(every: int) -
     calls = CALLS[1]
     m = Model(model().state_dict(), CONFIG, ids())
     compared = 0
-    for one in alternatives()[::every]:
+    for one in [one for one in alternatives() if one.sees != ROWS][::every]:
         outside = in_calls(calls, one.outside)
-        there = graph.run(m, {n: in_calls(calls, one.at(n)) for n in range(CONFIG.n_layer)}, outside.get("embed"))
-        here = graph.run(m, {n: one.at(n) for n in range(CONFIG.n_layer)}, one.outside.get("embed"), calls)
+        there = in_turn(m, {n: in_calls(calls, one.at(n)) for n in range(CONFIG.n_layer)}, outside.get("embed"))
+        here = in_turn(m, {n: one.at(n) for n in range(CONFIG.n_layer)}, one.outside.get("embed"), calls)
         compared += 1
         assert torch.allclose(here, there, atol=1e-9, equal_nan=True), one.label
-    assert compared > 900 / every
+    assert compared > 800 / every
 
 
 def test_a_fault_of_some_calls_is_in_these_alone() -> None:
@@ -186,7 +203,7 @@ def test_a_fault_of_some_calls_is_in_these_alone() -> None:
 
 def test_two_edits_of_one_node_are_merged_if_one_changes_what_is_there() -> None:
     """A factor of the scores beside another comparison is two faults; two comparisons at once cannot be."""
-    double, compared = Changed("attn.scores", lambda c, y: 2 * y), {"attn.scores": lambda c, s: s["attn.kh"] @ s["attn.ks"].mT}
+    double, compared = Changed("attn.scores", lambda c, y: 2 * y), {"attn.scores": lambda c, s: s["attn.kh"] @ s["attn.kh"].mT}
     both = merged(compared, {"attn.scores": double})
     assert both is not None
     assert merged(compared, dict(compared)) is None

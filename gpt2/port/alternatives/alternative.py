@@ -211,7 +211,7 @@ def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
 def _by_call(calls: Calls, node: str, formula: Formula, c: Site, s: State) -> Tensor:
     made: list[Tensor] = []
     for begin, end in within(calls, c.end):
-        y = formula(c.call(begin, end, {}), {name: _cut(name, x, begin, end) for name, x in s.items()})
+        y = formula(c.call(begin, end), {name: _cut(name, x, begin, end) for name, x in s.items()})
         made.append(F.pad(y, (0, c.end - end)) if node in SQUARE else y)
     c.model.budget.spend(COST[True] * (len(made) - 1))
     return torch.cat(made, 1 if made[0].ndim == 3 else 2)
@@ -221,5 +221,5 @@ def _cut(node: str, x: Tensor, begin: int, end: int) -> Tensor:
     """Return what a call has of a node's value."""
     if x.ndim == 3:
         return x[:, begin:end]
-    rows = x[:, :, 0 if node in ("attn.ks", "attn.vs") else begin : end]
+    rows = x[:, :, 0 if node in ("attn.kh", "attn.vh") else begin : end]
     return rows[..., :end] if node in SQUARE else rows

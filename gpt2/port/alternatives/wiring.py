@@ -112,7 +112,7 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
 
 
 def _again(c: Site, s: State) -> Tensor:
-    return run_block(c.call(c.begin, c.end, {}), {"x": c.right("", s)}, {})[""]
+    return run_block(c, {"x": c.right("", s)}, {})[""]
 
 
 def _around(biased: bool, c: Site, s: State) -> Tensor:

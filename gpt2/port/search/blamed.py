@@ -145,5 +145,5 @@ def _missed(value: Tensor, right: Tensor) -> float:
 
 def traced(node: str) -> str:
     """Return the traced point of a block that shows a node first."""
-    heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.ks": "attn.scores"}
-    return {**heads, "attn.vs": "attn.heads", "attn.mixed": "attn.heads"}.get(node, node)
+    heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.mixed": "attn.heads"}
+    return heads.get(node, node)

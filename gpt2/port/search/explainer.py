@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port import graph
@@ -16,7 +15,7 @@ from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative,
 from gpt2.port.alternatives.schedule import is_prompt, prompts_in_chunks, schedules, stepped
 from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, Memory, State, run_block
+from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, State, run_block
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
 from gpt2.port.terms.causes import Cause
 
@@ -271,18 +270,17 @@ class Explainer:
         What a call computes does not depend on later ones.
         """
         self.observation.check()
-        memory: Memory = {}
         before = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
         until = max(ORDER[node] for node, _ in targets)
-        edits, alive = one.at(base.layer), list(targets)
+        state, alive = {name: base.state[name] for name in ("x", *NODES[:before])}, list(targets)
+        edits = scheduled(one, how).at(base.layer)
+        try:
+            state = run_block(self.model.site(base.layer, state), state, edits, before - 1, until)
+        except RuntimeError:  # it does not fit to what is there
+            return 0
         for number, (begin, end) in enumerate(how.calls):
-            site = graph.Site(self.model, base.layer, begin, end, memory)
-            state = {name: base.state[name][:, begin:end] for name in ("x", *NODES[:before])}
-            try:
-                state = run_block(site, state, edits if how.which.holds(begin, end) else {}, before - 1, until)
-            except RuntimeError:  # it does not fit to what is there
-                return number
-            alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(_for_all_keys(state[node], node, seen))]
+            cut = {node: y[:, begin:end] if y.ndim == 3 else y[:, :, begin:end] for node, y in state.items()}
+            alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(cut[node])]
             if not alive:
                 return number
         return None
@@ -362,11 +360,6 @@ def _path(how: Schedule, paths: Paths) -> list[int]:
     for begin, end in how.calls:
         path.append(paths.setdefault((path[-1], begin, end, how.which.holds(begin, end)), len(paths) + 1))
     return path[1:]
-
-
-def _for_all_keys(value: Tensor, node: str, seen: Observed) -> Tensor:
-    """Return weights (B, H, t, S) for as many keys as are ``seen``, zero for those of later calls."""
-    return F.pad(value, (0, max(0, seen.value.shape[-1] - value.shape[-1]))) if node == "attn.weights" else value
 
 
 def _by_token(agrees: Tensor) -> Tensor:
