@@ -107,7 +107,7 @@ class Subject:
     probe: Probe
     findings: Findings
     draws: int = 1  # times as many runs with random errors as are usual
-    outside: Converted = field(default_factory=lambda: Converted(torch.float64, limit=math.inf))
+    outside: Converted = field(default_factory=lambda: Converted(torch.float64))
 
     @cached_property
     def blocks(self) -> Converted:
@@ -274,12 +274,12 @@ def tokens(subject: Subject) -> None:
     """
     findings, ours = subject.findings, subject.checkpoint.own_tokenizer()
     if ours is None:
-        findings.skip("tokens", "the model comes without a tokenizer")
+        findings.skipped["tokens"] = "the model comes without a tokenizer"
         return
     for note in rows_note(ours, subject.config, str(subject.checkpoint.path)):
         log.warning("%s", note)
     if ours.by_transformers:
-        findings.skip("tokens", "run by transformers")
+        findings.skipped["tokens"] = "run by transformers"
         return
     tokenizer = auto_tokenizer(ours.folder if ours.folder and transformers_reads(ours.folder) else subject.folder)
     for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -53,9 +53,6 @@ class Findings:
         if self.quick:
             self.skipped = {id: "left out by quick" for id, (_, _, training) in PLAN.items() if training}
 
-    def skip(self, id: str, why: str) -> None:
-        self.skipped[id] = why
-
     def exact(self, id: str, name: str, differing: float) -> None:
         """Add a count of entries that differ; none may."""
         self.points[id].append(Point(name, float(differing), 0.0))
@@ -70,18 +67,13 @@ class Findings:
         ratio = TRAINING_RATIO if PLAN[id][2] else FORWARD_RATIO
         self.points[id].append(Point(name, ours, ratio * explained, explained, theirs, apart))
 
-    def only_rounding(self, before: Findings) -> bool:
-        """Whether, of the points since ``before``, nothing but what random errors bound does not hold."""
-        since = [(id, point) for id, points in self.points.items() for point in points[len(before.points[id]) :]]
+    def only_rounding(self, before: dict[str, int]) -> bool:
+        """Whether nothing but what random errors bound does not hold, of the points behind those that were there ``before``."""
+        since = [(id, point) for id, points in self.points.items() for point in points[before[id] :]]
         doubtful = [
             (id, point) for id, point in since if not point.ok or point.of_the_machine or (point.imprecise and id == "rounding")
         ]
         return bool(doubtful) and all(id == "text" or point.explained is not None for id, point in doubtful)
-
-    def copy(self) -> Findings:
-        """Return these findings, as they are now."""
-        points = {id: list(found) for id, found in self.points.items()}
-        return replace(self, points=points, finished=set(self.finished))
 
     def settle(self, *finished: str) -> None:
         """End a step, and the checks that it ``finished``. Raises DifferenceFound: a point does not hold."""

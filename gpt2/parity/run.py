@@ -188,14 +188,14 @@ def _decide(stage: Callable[[Subject], None], subject: Subject) -> None:
     and few are large, so that a right model would be refused now and then.
     """
     findings, subject.draws = subject.findings, 1
-    before = findings.copy()
+    before, finished = {id: len(points) for id, points in findings.points.items()}, set(findings.finished)
     try:
         stage(subject)
     except DifferenceFound:
         if not findings.only_rounding(before):
             raise
     if findings.only_rounding(before):
-        findings.points, findings.finished = before.points, before.finished
+        findings.points, findings.finished = {id: points[: before[id]] for id, points in findings.points.items()}, finished
         embedding = 8 * subject.config.vocab_size * subject.config.n_embd
         subject.draws = min(MORE_DRAWS, max(2, int(MORE_BYTES / embedding)))
         give_back_freed_memory()

@@ -77,22 +77,22 @@ def side_by_side(*runs: Callable[[], Tensor]) -> list[Tensor]:
 
 
 class Converted:
-    """Parameters in one dtype on one device, converted once for all models that share a stored tensor; keep ``limit`` bytes."""
+    """Parameters in one dtype, converted once for all models that share a stored tensor; keep ``limit`` bytes."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device | str = "cpu", limit: float = math.inf) -> None:
-        self.dtype, self.device, self.limit = dtype, torch.device(device), limit
+    def __init__(self, dtype: torch.dtype, limit: float = math.inf) -> None:
+        self.dtype, self.limit = dtype, limit
         self._kept: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()  # the source too, so that its address stays its own
         self._bytes = 0
 
     def __call__(self, stored: Tensor) -> Tensor:
         """Return ``stored`` in the dtype, from the cache if it was converted lately; the tensor itself if nothing changes."""
-        if stored.dtype == self.dtype and stored.device == self.device:
+        if stored.dtype == self.dtype:
             return stored
         key = (stored.data_ptr(), stored.shape, stored.stride())
         if key in self._kept:
             self._kept.move_to_end(key)
             return self._kept[key][1]
-        converted = stored.to(self.device, self.dtype)
+        converted = stored.to(self.dtype)
         self._kept[key] = (stored, converted)
         self._bytes += converted.nbytes
         while self._bytes > self.limit and len(self._kept) > 1:
