@@ -29,10 +29,18 @@ def silent(what: str) -> None:
     """Show no progress."""
 
 
+def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield the entries of tensors of one shape in flat parts of at most PART each on a CPU; long rows of a slice are not copied."""
+    if tensors[0].ndim > 1 and tensors[0][0].numel() >= PART and not all(x.is_contiguous() for x in tensors):
+        for rows in zip(*tensors, strict=True):
+            yield from _pieces(*rows)
+    else:
+        yield from zip(*(x.flatten().split(PART if x.is_cpu else max(1, x.numel())) for x in tensors), strict=True)
+
+
 def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the difference of two tensors and the reference, in float64, in parts."""
-    size = PART if a.is_cpu else max(1, a.numel())
-    for part, expected in zip(a.flatten().split(size), reference.flatten().split(size), strict=True):
+    for part, expected in _pieces(a, reference):
         exact = expected.double()
         yield part.double() - exact, exact
 
@@ -57,9 +65,10 @@ def errors_of_both(ours: Tensor, theirs: Tensor, exact: Tensor) -> tuple[float, 
     norm = torch.linalg.vector_norm
     if ours.shape == theirs.shape == exact.shape and exact.numel():
         norms = []
-        for a, b, expected in zip(*(x.flatten().split(PART) for x in (ours, theirs, exact)), strict=True):
-            a, b = a - expected.double(), b - expected.double()
-            norms.append(torch.stack([norm(x) for x in (a, b, a - b, expected.double())]))
+        for one, other, part in _pieces(ours, theirs, exact):
+            right = part.double()
+            a, b = one - right, other - right
+            norms.append(torch.stack([norm(x) for x in (a, b, a - b, right)]))
         *errors, size = norm(torch.stack(norms), dim=0).tolist()
         if size > 0 and math.isfinite(sum(errors) + size):
             return errors[0] / size, errors[1] / size, errors[2] / size

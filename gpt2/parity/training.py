@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -88,9 +88,10 @@ def _give_back(_: Tensor) -> None:
 
 @dataclass
 class _Optimizer:
-    """AdamW for one model, a block at a time."""
+    """AdamW for one model in ``dtype``, a block at a time."""
 
     ids: Tensor  # (n,): the tokens of the sequences, whose rows of the embedding get both parts of the gradient
+    dtype: torch.dtype
     kept: defaultdict[str, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
 
     def changes(self, step: Step) -> dict[str, Tensor]:
@@ -98,16 +99,16 @@ class _Optimizer:
         changes = {}
         for name, gradient in step.gradients.items():
             if name == HEAD:
-                self.kept[HEAD] = [gradient[self.ids]]
+                self.kept[HEAD] = [gradient[self.ids].to(self.dtype)]
             elif name in (LOOKUP, UNTIED, "wte.weight"):
-                whole, rows = ("wte.weight" if name == LOOKUP else name), gradient[self.ids]
+                whole, rows = ("wte.weight" if name == LOOKUP else name), gradient[self.ids].to(self.dtype)
                 rows = rows + self.kept.pop(HEAD)[0] if name == LOOKUP else rows
-                changes[whole] = _change(step.parameters[whole].detach()[self.ids], [rows] * STEPS)
+                changes[whole] = _change(step.parameters[whole].detach()[self.ids].to(self.dtype), [rows] * STEPS)
             elif step.row < STEPS:
                 kept = self.kept[name]
-                kept += [gradient] * (STEPS if step.layer is None else 1)
+                kept += [gradient.to(self.dtype)] * (STEPS if step.layer is None else 1)
                 if len(kept) == STEPS:
-                    changes[name] = _change(step.parameters[name].detach(), self.kept.pop(name))
+                    changes[name] = _change(step.parameters[name].detach().to(self.dtype), self.kept.pop(name))
         return changes
 
 
@@ -142,7 +143,7 @@ def gradients(subject: Subject) -> None:
         _backward(model, sequences, partial(subject.exactly, model, f"float64: gradients, {name}"))
         for name, model in models.items()
     ]
-    theirs, own = (_Optimizer(sequences[:, :-1].unique()) for _ in models)
+    theirs, own = (_Optimizer(sequences[:, :-1].unique(), torch.float64) for _ in models)
     worst: dict[str, float] = {}
     with closing(lockstep(*walks)) as steps:
         for expected, ours in ((a or NOTHING, b or NOTHING) for a, b in steps):
@@ -194,7 +195,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
         seed = 2 + 2 * number + last
         walks.append(_backward(noisy, sequences, partial(subject.noisily, noisy, "float64: gradients of short sequences", seed)))
     ids = sequences[:, :-1].unique()
-    optimizers = [_Optimizer(ids) for _ in walks]
+    optimizers = [_Optimizer(ids, torch.float64), *(_Optimizer(ids, subject.dtype) for _ in models)]
 
     def decide(check: str, name: str) -> None:
         if name not in errors:
@@ -216,7 +217,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                         for place, error in enumerate(both or [relative_error(step[name], right)], start):
                             errors[name][place].append(error)
                 if not last:
-                    changed = optimizers[number].changes(step if number <= 2 else _rounded(step, subject.dtype))
+                    changed = optimizers[number].changes(step)
                     if changes:
                         moved += [_whole(changed, changes), *([_whole(own_changes, changed)] if number == 2 else [])]
                     own_changes = changed if number == 1 else {}
@@ -248,12 +249,6 @@ def _settle(subject: Subject, step: Step) -> None:
     subject.findings.settle()
     if step.layer in (0, subject.config.n_layer):
         give_back_freed_memory()
-
-
-def _rounded(step: Step, dtype: torch.dtype) -> Step:
-    """Return a step with its gradients and parameters rounded to ``dtype``, as an optimizer of a model in ``dtype`` has them."""
-    parameters = {name: nn.Parameter(p.detach().to(dtype)) for name, p in step.parameters.items()}
-    return replace(step, gradients={name: g.to(dtype) for name, g in step.gradients.items()}, parameters=parameters)
 
 
 def _whole(changes: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
