@@ -84,19 +84,14 @@ def test_arrays_that_are_no_dump(case: str) -> None:
 
 
 def test_files_that_are_no_dump(tmp_path: Path) -> None:
-    """Cut files, pickles and names that lead outside come from other machines."""
+    """Cut files and pickles come from other machines."""
     np.savez(tmp_path / "a.npz", ids=IDS, logits=LOGITS)
     whole = (tmp_path / "a.npz").read_bytes()
     (tmp_path / "cut.npz").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "empty.npz").write_bytes(b"")
     np.savez(tmp_path / "objects.npz", ids=IDS, logits=np.array([{}], object))
-    with zipfile.ZipFile(tmp_path / "out.npz", "w") as archive, zipfile.ZipFile(tmp_path / "a.npz") as source:
-        for member in source.namelist():
-            archive.writestr(f"../{member}", source.read(member))
     (tmp_path / "none").mkdir()
-    (tmp_path / "linked").mkdir()
     np.save(tmp_path / "x.npy", IDS)
-    (tmp_path / "linked" / "ids.npy").symlink_to(tmp_path / "x.npy")
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "ids.npy").write_bytes((tmp_path / "x.npy").read_bytes()[:90])
     save_file({"ids": torch.tensor(IDS)}, tmp_path / "cut.safetensors")
@@ -105,9 +100,7 @@ def test_files_that_are_no_dump(tmp_path: Path) -> None:
         "cut.npz": "cut.npz: cannot be read",
         "empty.npz": "empty.npz: cannot be read",
         "objects.npz": "Object arrays cannot be loaded",
-        "out.npz": "a path that leads out of it",
         "none": "is a directory without .npy files",
-        "linked": "links to a file outside",
         "damaged": "NumPy cannot read it",
         "cut.safetensors": "not a whole safetensors file",
         "x.npy": "is not a dump; a single array is not a dump",
