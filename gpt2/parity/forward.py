@@ -142,25 +142,28 @@ def _ways(
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
     Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece; ``whole`` reads the padded rows
-    without it too. Given logits (3, T, V) are those of a model that was not read so: it differs by the order of a few sums.
+    without it too, and takes all positions through the head at once. Given logits (3, T, V) are those of a model that was not
+    read so: it differs by the order of a few sums.
     """
     rows, (padded, mask), start = probe.rows, probe.padded(), 0
     real, alone = mask.bool(), mask.bool().flip(1)
+    right = expected[alone]
     if isinstance(model, Tensor):
         cached, ways = model, {"padded rows, cached": model[alone]}
     else:
-        runs: dict[str, Callable[[], Tensor]] = {"": partial(_read_in_parts, model, rows)}
+        runs: dict[str, Callable[[], Tensor]] = {"": partial(_read_in_parts, model, rows, logits=not whole)}
         if whole:
-            runs["padded rows"] = lambda: _read(model, padded, mask=mask)[real]
-        runs["padded rows, cached"] = lambda: _read_in_parts(model, padded, mask)[real]
+            runs["padded rows"] = lambda: _read(model, padded, mask=mask, logits=False)[real]
+        runs["padded rows, cached"] = lambda: _read_in_parts(model, padded, mask, logits=not whole)[real]
         ways = dict(zip(runs, side_by_side(*runs.values()), strict=True))
+        ways = {way: head_of(model, hidden) for way, hidden in ways.items()} if whole else ways
         cached = ways.pop("")
     for part, end in _ends(rows.size(1)).items():
         if end > start:
             yield "cache", f"logits ({part})", cached[:, start:end], expected[:, start:end]
         start = end
     for way, logits in ways.items():
-        yield "padding", f"logits ({way})", logits, expected[alone]
+        yield "padding", f"logits ({way})", logits, right
 
 
 def _ends(length: int) -> dict[str, int]:
@@ -184,23 +187,28 @@ def _read_in_parts(model: nn.Module, ids: Tensor, mask: Tensor | None = None, lo
     for empty in (cache.keys, cache.values) if isinstance(model, GPT2) else ():
         empty.fill_(math.nan)
     pieces = zip(itertools.accumulate(sizes, initial=0), ids.split(sizes, dim=1), strict=False)
-    read = partial(_read, mask=mask, cache=cache) if logits else lambda model, ids, _: model.hidden(ids, cache=cache)
-    return torch.cat([read(model, piece, start) for start, piece in pieces], dim=1)
+    return torch.cat([_read(model, piece, start, mask, cache, logits) for start, piece in pieces], dim=1)
 
 
-def _read(model: nn.Module, ids: Tensor, start: int = 0, mask: Tensor | None = None, cache: Any = None) -> Tensor:
-    """Return the logits of ids behind ``start`` cached tokens; our model reads a single token as generation does."""
+def _read(
+    model: nn.Module, ids: Tensor, start: int = 0, mask: Tensor | None = None, cache: Any = None, logits: bool = True
+) -> Tensor:
+    """Return the ``logits`` of ids behind ``start`` cached tokens, or what our final norm gives.
+
+    For logits, our model reads a single token as generation does.
+    """
     end = start + ids.size(1)
     seen = None if mask is None else mask[:, :end]
     if isinstance(model, GPT2):
+        if not logits:
+            return model.hidden(ids, attention_mask=seen, cache=cache)
         if start and end - start == 1:
             return Decoder(model).decode(ids, cache, seen)
         return model(ids, cache=cache, attention_mask=seen)
     real = torch.ones(1, end, dtype=torch.long) if seen is None else seen
     positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
-    out = model(ids, cache, attention_mask=seen, position_ids=positions, use_cache=cache is not None)
-    logits: Tensor = out.logits
-    return logits
+    found: Tensor = model(ids, cache, attention_mask=seen, position_ids=positions, use_cache=cache is not None).logits
+    return found
 
 
 def _windows(subject: Subject, noise: Sequence[float]) -> None:
