@@ -30,7 +30,7 @@ def silent(what: str) -> None:
 
 
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield the entries of tensors of one shape in flat parts of at most PART each on a CPU; long rows of a slice are not copied."""
+    """Yield the entries of tensors of one shape in flat parts, on a CPU of PART at most, without a copy of long rows."""
     if tensors[0].ndim > 1 and tensors[0][0].numel() >= PART and not all(x.is_contiguous() for x in tensors):
         for rows in zip(*tensors, strict=True):
             yield from _pieces(*rows)

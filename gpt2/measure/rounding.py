@@ -252,7 +252,10 @@ class _Noise(TorchDispatchMode):
     def _norm_gradients(
         self, result: tuple[Tensor, ...], upstream: Tensor, x: Tensor, shape: Any, mean: Tensor, root: Tensor, *_: Any
     ) -> Any:
-        """Round the gradients of a layer norm. Kernels for 16-bit numbers keep the sums over the rows in 16 bits."""
+        """Round the gradients of a layer norm as kernels for 16-bit numbers do: they keep the sums over the rows in 16 bits.
+
+        Float32 does not come here: :class:`Steps` computes its norms, and their gradients' sums have the account of any sum.
+        """
         self._off_by(result[0], ELEMENTARY * self.unit)
         for gradient, terms in zip(result[1:], (upstream * (x - mean) * root, upstream), strict=True):
             rows = x.numel() // gradient.numel()
