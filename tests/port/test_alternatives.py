@@ -308,11 +308,8 @@ IN_MODULES: list[tuple[str, int | None]] = [
 ]
 IN_DUMPS: list[tuple[str, int | None, str]] = [
     *((*ONE_BLOCK, "usual"), (*LAST, "mid"), ("cache-inconsistent: the softmax divides by one more", None, "full")),
-]
-IN_DUMPS_SLOWLY: list[tuple[str, int | None, str]] = [
-    *((*one, "logits") for one in (ONE_BLOCK, LAST)),
-    *((*ONE_BLOCK, "mid"), (*LAST, "usual"), ("scale-by-width: the scores are divided by the root", None, "usual")),
-    ("without the last norm", None, "logits"),
+    *((*ONE_BLOCK, "logits"), (*LAST, "logits"), (*ONE_BLOCK, "mid"), (*LAST, "usual")),
+    ("scale-by-width: the scores are divided by the root", None, "usual"),
     ("every token sees the whole", 1, "logits"),
     ("memory as (head, batch, token, unit)", None, "full"),
     ("attention's result is dropped", None, "full"),
@@ -332,9 +329,7 @@ def test_a_module_with_an_alternative_has_this_cause_at_this_place_and_no_other(
     assert result.first.point == (wanted.places[0].name if shown == "embed" else shown)
 
 
-@pytest.mark.parametrize(
-    ("label", "block", "level"), [*IN_DUMPS, *(pytest.param(*one, marks=pytest.mark.slow) for one in IN_DUMPS_SLOWLY)]
-)
+@pytest.mark.parametrize(("label", "block", "level"), mostly_slow(IN_DUMPS, 3))
 def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_and_no_other(
     label: str, block: int | None, level: str
 ) -> None:

@@ -5,7 +5,6 @@ tools/diagnose_table.py measures the same ports, also at official shapes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,13 +15,12 @@ from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
 
 import gpt2
-from gpt2.config import OFFICIAL_SIZES
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.terms.causes import CAUSES
 
 DEFAULT = (
     *("fused: gelu-erf", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-interleaved"),
-    *("italiano: scale-by-width@1 gelu-erf@2", "conv1d: transposed-proj@1", "scanned: wrong-fc@1"),
+    *("italiano: scale-by-width@1 gelu-erf@2", "conv1d: transposed-proj@1"),
 )
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 
@@ -93,16 +91,6 @@ def test_a_right_port_is_called_right(name, dtype, model):
     assert found.causes == ()
 
 
-@pytest.mark.parametrize("name", ["lecture", "no_out_bias", "bare"])
-def test_a_port_without_a_bias_gets_that_cause(name, model):
-    """These ports are correct except for their missing biases."""
-    module = PORTS[name].build(CONFIG).float()
-    PORTS[name].fill(module, model.state_dict())
-    found = diagnose(module, model)
-    assert found.verdict == "mismatch"
-    assert {cause.id for cause in found.causes} == {"missing-bias"}
-
-
 @pytest.mark.parametrize("name", FAULTY_AFTER_ALL)
 def test_a_fault_that_logits_do_not_show_is_named(name, model):
     """The logits of these two ports are right, and yet the ports are faulty in use."""
@@ -137,13 +125,3 @@ def test_a_finite_mask_that_scores_reach_is_named(directory):
             bias[CONFIG.n_embd : 2 * CONFIG.n_embd] -= 300
     found = diagnose(module, right)
     assert [(cause.id, cause.where) for cause in found.causes] == [("mask-multiplied", "h.1.attn")], found.table()
-
-
-@pytest.mark.slow
-def test_official_shape(tmp_path):
-    """Some faults coincide at a tiny size, or have too small an effect. (More: tools/diagnose_table.py --shape gpt2)"""
-    config = replace(OFFICIAL_SIZES["gpt2"], n_layer=3, n_positions=256, vocab_size=5003)  # its widths and heads
-    folder = write(tmp_path, config)
-    port, model = FAULTY["einsum3d: mask-multiplied"], gpt2.load(str(folder))
-    module = port.build(config, folder)
-    assert score(port, diagnose(module, model)).perfect

@@ -413,7 +413,6 @@ def test_every_parameter_has_a_row_that_says_from_where() -> None:
         ("lazy", "head.bias", "", "zeros"),
         ("einsum3d", "blocks.0.attn.W_K", "h.0.attn.c_attn.weight", "columns 20:40, in another order"),
         ("interleaved", "layers.0.query_key_value.bias", "h.0.attn.c_attn.bias", "in another order"),
-        ("scanned", "wide_b", "h.0.mlp.c_fc.bias h.1.mlp.c_fc.bias h.2.mlp.c_fc.bias", "put together"),
         ("short", "places.weight", "wpe.weight", "rows 0:11"),
         ("centred", "final_norm.gamma", "ln_f.weight", "none, less 1"),
         ("centred", "layers.0.to_out.weight", "h.0.attn.c_proj.weight", "transposed, divided by 0.2236"),

@@ -32,7 +32,6 @@ ARCHITECTURES = {
     "italiano": "another language, separate projections, scaled_dot_product_attention, keys and values kept",
     "conv1d": "Conv1D, the checkpoint's names, cache, attention mask, an object out",
     "compiled": "fused, through torch.compile",
-    "scanned": "layers stacked in single tensors, time first, bmm",
 }
 
 

@@ -53,7 +53,6 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
     for word in faults.sites:
         for layer in faults.layers(word, config.n_layer):
             at = f"h.{layer}."
-            nearby = f"h.{(layer + 1) % config.n_layer}."
             c_attn, c_proj, c_fc = (at + part for part in ("attn.c_attn.", "attn.c_proj.", "mlp.c_fc."))
             match word:
                 case "transposed-proj":
@@ -68,8 +67,6 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                         state[c_attn + leaf] = columns.transpose(-3, -2).flatten(-3)
                 case "not-loaded-biases":
                     state[c_attn + "bias"] = torch.zeros_like(right[c_attn + "bias"])
-                case "wrong-fc":
-                    state |= {c_fc + leaf: right[f"{nearby}mlp.c_fc.{leaf}"] for leaf in ("weight", "bias")}
                 case "wrong-bias":
                     state[c_proj + "bias"] = right[at + "mlp.c_proj.bias"]
                 case "norm-weights-swapped":
@@ -80,8 +77,6 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
                     state |= {name: right[other + name.removeprefix(at)] for name in right if name.startswith(at)}
                 case "bf16-fc":
                     state[c_fc + "weight"] = right[c_fc + "weight"].bfloat16().float()
-    if "heads-permuted" in faults:
-        state |= _permuted(right, config)
     if "wpe-rolled" in faults:
         state["wpe.weight"] = right["wpe.weight"].roll(1, 0)
     if "bf16-on-the-way" in faults:
@@ -89,18 +84,6 @@ def read(directory: str | Path, config: GPT2Config, faults: Faults) -> dict[str,
     if "untied-head" in faults:
         state["lm_head.weight"] = torch.randn(right["wte.weight"].shape, generator=torch.Generator().manual_seed(7)) * 0.02
     return named_parts(state)
-
-
-def _permuted(right: dict[str, Tensor], config: GPT2Config) -> dict[str, Tensor]:
-    """The checkpoint with its heads in reverse order: the same function."""
-    order = torch.arange(config.n_embd).view(config.n_head, -1).flip(0).flatten()
-    moved = {}
-    for layer in range(config.n_layer):
-        at = f"h.{layer}.attn."
-        for leaf in ("weight", "bias"):
-            moved[f"{at}c_attn.{leaf}"] = torch.cat([part[..., order] for part in right[f"{at}c_attn.{leaf}"].chunk(3, -1)], -1)
-        moved[f"{at}c_proj.weight"] = right[f"{at}c_proj.weight"][order]
-    return moved
 
 
 def named_parts(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -104,7 +104,6 @@ _PORTS = (
     Port("heads", "a module per head, each with its own query, key, value", home="faulty.heads", options=RIGHT),
     Port("einsum3d", "projections as (H, D, K) and (H, K, D) tensors, untied W_U (D, V)", home="faulty.einsum3d", options=RIGHT),
     Port("conv1d", "Conv1D, key-value cache, attention mask, an object with .logits", home="faulty.conv1d", options=RIGHT),
-    Port("scanned", "layers stacked in single tensors, as JAX ports scan them", home="faulty.scanned", options=RIGHT),
     Port("nano", "one file, ModuleDict, fused Linear, SDPA, own LayerNorm, tied head, returns (logits, loss)"),
     Port("encoder_layer", "nn.TransformerEncoderLayer(norm_first) with tanh-GELU and a float mask"),
     Port("mha", "nn.MultiheadAttention, mlp as nn.Sequential, layer1, layer2 ... as attributes, positions (1, P, D)"),
