@@ -22,11 +22,11 @@ from gpt2.port.alternatives import loading, norms, table
 from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, sequence_faults
-from gpt2.port.dump.batch import Batch
-from gpt2.port.dump.explaining import DumpExplainer, Explanation
-from gpt2.port.dump.known import Faults
-from gpt2.port.dump.part import Part
+from gpt2.port.dump.simulating import DumpExplainer, Explanation
 from gpt2.port.graph import ORDER, Entrance, Model, Program
+from gpt2.port.search.batch import Batch
+from gpt2.port.search.matching import Faults
+from gpt2.port.search.part import Part
 from gpt2.port.terms.budget import Budget, few_threads
 
 CONFIG = GPT2Config(vocab_size=29, n_positions=11, n_embd=12, n_layer=2, n_head=3, n_inner=20, bos_token_id=0, eos_token_id=0)
@@ -51,14 +51,13 @@ def explained(
     work: float = math.inf,
 ) -> Explanation:
     allowed = tolerance if isinstance(tolerance, dict) else dict.fromkeys(evidence, tolerance)
-    budget = Budget(work)
-    own = Model(model.state_dict(), model.config, ids, budget=budget)
-    return DumpExplainer(own, evidence, allowed, budget).explanation()
+    own = Model(model.state_dict(), model.config, ids, budget=Budget(work))
+    return DumpExplainer(own, evidence, allowed).explanation()
 
 
 def run(part: Part, some: list[Candidate]) -> list[tuple[Candidate, Tensor]]:
     """Each candidate with its values (B, T, X) at the end of a part."""
-    return [pair for few, values in Batch(part).values(some, Budget()) for pair in zip(few, values, strict=True)]
+    return [pair for few, values in Batch(part).values(some) for pair in zip(few, values, strict=True)]
 
 
 def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
@@ -211,7 +210,7 @@ def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     one = next((one for one in alternatives() if part and part in one.label), None)
     shown = logits(scheduled(one, Schedule("", calls, Which.FIRST)) if one else None)
     explanation = explained(mutated(), mutated_ids(), {"logits": shown})
-    assert explanation.right == (not part)
+    assert (explanation.first_wrong is None) == (not part)
     if part:
         first = explanation.hypotheses[0].faults
         assert [one.id for one in first] == [id], named(explanation)
@@ -267,8 +266,7 @@ def test_no_fault_explains_an_unknown_computation(model: GPT2, ids: Tensor) -> N
     sines = Program({n: {"mlp.act": lambda c, s: (2 * s["mlp.c_fc"]).sin()} for n in range(CONFIG.n_layer)})
     logits = simulation.trace(sines)["logits"]
     with few_threads(0):
-        found = DumpExplainer(
-            simulation, {"logits": logits}, {"logits": 0.01}, Budget(500_000, of=simulation.budget)
-        ).explanation()
+        simulation.budget = Budget(500_000)
+        found = DumpExplainer(simulation, {"logits": logits}, {"logits": 0.01}).explanation()
     assert not found.hypotheses
-    assert not found.right
+    assert found.first_wrong == "logits"

@@ -192,6 +192,7 @@ def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
         rare=True,
         shared=True,
         sees=alternative.sees or TEXT,
+        key=f"{alternative.key} {schedule.which.value}",
     )
 
 

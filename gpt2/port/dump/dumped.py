@@ -16,7 +16,6 @@ from gpt2.port.dump.arrays import Output, parts, recognised
 from gpt2.port.recording.pool import Pool
 from gpt2.port.terms.tolerance import UNITS, Tolerance, excess, measured
 
-MORE = 2  # times as many arrays are right in the likelier precision
 WALKED = 3  # arrays of a stream's size a block from which on a walk is tried
 THIRDS = ("[q]", "[k]", "[v]")  # endings of the names of the parts of c_attn's result
 SHOWN = 3  # recognised arrays that a note names
@@ -98,13 +97,6 @@ class Dumped:
     def has_computed(self) -> bool:
         """Whether an array holds a right value that is computed, and not read from a table."""
         return not self.held.keys() <= {"wte", "wpe"}
-
-    def is_likelier(self, other: Dumped) -> bool:
-        """Return whether far more of the dump is right under this assumption of a half precision than under ``other``.
-
-        Not where the logits are: what is wrong for float32 may be smaller than a half precision's rounding.
-        """
-        return not self.right and not other.has_computed and len(self.held) > MORE * len(other.held)
 
     def notes(self) -> Iterator[str]:
         """Yield what the report says about the arrays."""

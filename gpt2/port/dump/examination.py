@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -80,24 +80,22 @@ class DumpExamination:
                 made.notes.append(f"your numbers have no more digits than {_name(dtype)}: they are judged by its rounding")
             return made
 
-        groups, share, likelier = [exactly], FIRST, False
+        dtypes, share, likelier = exactly, FIRST, False
         if rounded is not None and not (first := attempt(exactly[0]).dumped).right:
             last = attempt(rounded).dumped
-            groups, likelier = [exactly[:1], [rounded]], last.is_likelier(first)
-            if likelier:
-                groups.reverse()
-            elif not first.has_computed:
-                share = UNLIKELY if last.right else 2.0
-        for number, group in enumerate(groups, 1):
-            settled = explained(attempt, group, self.budget.part(share if number < len(groups) else 1))
-            if settled is None:
-                continue
-            dtype = settled.dumped.tolerance.dtype
-            if settled.equal and dtype in HALVES and output.logits.dtype in HALVES:
-                words = f"equal for a program that computes in {_name(dtype)}; one that computes in float32 has a mistake"
-                settled.notes.append(f"{words}, of {settled.dumped.error:.1g}")
-            return self._diagnosed(settled)
-        attempts = [attempt(dtype) for group in groups for dtype in group]
+            likelier = last.has_computed and not last.right and not first.has_computed
+            dtypes = [rounded, exactly[0]] if likelier else [exactly[0], rounded]
+            if last.right and not first.has_computed:
+                share = UNLIKELY
+        for number, dtype in enumerate(dtypes, 1):
+            tried = attempt(dtype)
+            tried.run(self.budget.part(share if number < len(dtypes) else 1))
+            if tried.settled:
+                if tried.equal and dtype in HALVES and output.logits.dtype in HALVES:
+                    words = f"equal for a program that computes in {_name(dtype)}; one that computes in float32 has a mistake"
+                    tried.notes.append(f"{words}, of {tried.dumped.error:.1g}")
+                return self._diagnosed(tried)
+        attempts = [attempt(dtype) for dtype in dtypes]
         most = max(attempts, key=lambda one: len(one.dumped.held))  # in another precision rounding looks wrong from the start
         if rounded is None and not arrays:
             gc.collect()  # a model and the table of its faults hold each other
@@ -149,19 +147,6 @@ def in_half(array: Tensor) -> Tensor:
     NumPy has no bfloat16: programs that compute in it store float32.
     """
     return next((half for dtype in reversed(HALVES) if bool(((half := array.to(dtype)).to(array.dtype) == array).all())), array)
-
-
-def explained(attempt: Callable[[torch.dtype], Attempt], dtypes: Sequence[torch.dtype], budget: Budget) -> Attempt | None:
-    """Return the first attempt that explains all of the dump, in one of ``dtypes``; every walk comes before a simulation."""
-    for left, dtype in zip(range(len(dtypes), 0, -1), dtypes, strict=True):
-        attempt(dtype).walk(budget.part(1 + left))
-        if attempt(dtype).settled:
-            return attempt(dtype)
-    for left, dtype in zip(range(len(dtypes), 0, -1), dtypes, strict=True):
-        attempt(dtype).simulate(budget.part(FIRST if left > 1 and not attempt(dtype).dumped.is_walkable else left))
-        if attempt(dtype).settled:
-            return attempt(dtype)
-    return None
 
 
 def computed_in(logits: Tensor, others: Iterable[Tensor]) -> tuple[list[torch.dtype], torch.dtype | None]:

@@ -48,22 +48,15 @@ class Observed:
         """The relative error of a coefficient that is fitted to the value."""
         return NICE + 2 * float((self.slack / self.value.abs().amax().clamp(min=1e-300)).max())
 
+    @property
+    def likeness(self) -> float:
+        """How much the value is like GPT-2's own, as a cosine."""
+        return float((self.value * self.right).sum() / (self.value.norm() * self.right.norm()).clamp(min=1e-300))
+
     def agrees(self, predicted: Tensor) -> Tensor:
         """Return where a prediction is the recorded value, within rounding; of the value's shape."""
         size = predicted.square().mean().sqrt()
         return (predicted - self.value).abs() <= self.slack + self.bound * size
-
-    def at(self, begin: int, end: int) -> Observed:
-        """Return the value of these tokens alone."""
-
-        def cut(y: Tensor) -> Tensor:
-            return y[:, begin:end] if y.ndim == 3 else y[:, :, begin:end]
-
-        return replace(self, value=cut(self.value), slack=cut(self.slack), right=cut(self.right))
-
-    def matches(self, predicted: Tensor) -> bool:
-        """Return whether a prediction is the recorded value."""
-        return predicted.shape == self.value.shape and bool(self.agrees(predicted).all())
 
     def wrong_rows(self) -> Tensor:
         """Return (B, T): the tokens whose value is not GPT-2's."""

@@ -40,7 +40,7 @@ from gpt2.port.recording.dispatch import run_deterministically, tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
-from gpt2.port.search.effect import effect_of_weights
+from gpt2.port.search.blamed import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.budget import of_model

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from torch import Tensor
 
-from gpt2.measure.metrics import worst_relative_error
+from gpt2.measure.metrics import max_abs, worst_relative_error
 from gpt2.measure.rounding import FORWARD_RATIO
 from gpt2.measure.tracing import part_of, point_at
 from gpt2.port.alternatives.activations import SAME
-from gpt2.port.alternatives.alternative import Alternative
+from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.alternatives.candidates import Candidate, Placed
 from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults
-from gpt2.port.graph import ORDER, Model
-from gpt2.port.search.effect import Moves, effect, moved_by, moving
+from gpt2.port.graph import ORDER, Model, Program, Site, State
 from gpt2.port.search.observe import Seen
 from gpt2.port.terms.causes import LIKELY, SURE, Cause
 from gpt2.port.terms.places import OUTSIDE
 from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import SLACK, Tolerance
+
+Moves = Mapping[str, Tensor]  # by node: the difference from the right value, over the root mean square of that
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class Blamed:
     """The alternatives (``sites``) and the fitted ``faults`` of a program with the weights in ``model``, as a walk finds them.
 
     ``ran``: the blocks so far, each with alternatives that explain it alike (``ties``). ``first``: the first place that is not
-    GPT-2's. ``guessed``: the head is blamed, because all before it is right. ``exact``, ``right``, ``rounding``: as of the walk.
+    GPT-2's. ``exact``, ``right``, ``rounding``: as of the walk.
     """
 
     def __init__(
@@ -55,7 +57,6 @@ class Blamed:
         self.faults: list[Cause] = []
         self.departures: dict[Placed | Cause, Departure] = {}
         self.first: Divergence | None = None
-        self.guessed = False
 
     def alternative(
         self,
@@ -105,8 +106,6 @@ class Blamed:
             evidence += f", to {error:.0e}" if error else ""
             evidence += f"; GPT-2's formula is off by {missed:.0e}" if math.isfinite(missed) and missed else ""
             evidence += "; with all causes here, the walk ends at your own logits" if explained else ""
-            if self.guessed and found.id == "untied-head":
-                evidence = "what enters the head is right, and no known formula of the head gives your logits"
             if found.id in SEQUENCE and not own:
                 evidence = "your run holds each block's projections, with the weights of these blocks and in this order"
             mend, config = found.mend, self.model.config
@@ -115,7 +114,7 @@ class Blamed:
             elif found.id == "gelu-variant" and SAME.get(config.activation_function, config.activation_function) != "gelu_new":
                 mend = f"the checkpoint's activation is {config.activation_function}"
             moved = self._effect(own, [site for site, is_one in zip(sites, is_own, strict=True) if is_one], found.id in SEQUENCE)
-            sure = SURE if explained and not self.guessed else LIKELY
+            sure = SURE if explained else LIKELY
             cause = replace(found, evidence=evidence, confidence=sure, mend=mend, effect=moved)
             yield cause, bool(departed) and all(one.rounded for one in departed)
 
@@ -147,3 +146,50 @@ def traced(node: str) -> str:
     """Return the traced point of a block that shows a node first."""
     heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.mixed": "attn.heads"}
     return heads.get(node, node)
+
+
+# What a mistake alone does
+
+
+def moved_by(value: Tensor, right: Tensor) -> Tensor:
+    """Return the difference of a node's value from the right one, over the root mean square of the right one."""
+    return (value - right) / _size(right)
+
+
+def moving(layer: int | None, moves: Moves) -> tuple[Placed, ...]:
+    """Return sites that add such differences to the right values of nodes of a block, or outside the blocks."""
+    edits = {node: Changed(node, partial(_added, by)) for node, by in moves.items()}
+    one = Alternative("", "", edits)
+    return (*[(one, layer)] * bool(one.edits), *[(one, None)] * bool(one.outside))
+
+
+def effect(model: Model, sites: Iterable[Placed], order: Sequence[int] = ()) -> float | None:
+    """Return the largest difference that ``sites`` make to a logit of the right ``model``; None if it cannot be computed.
+
+    ``order``: the blocks that run, where they are others than GPT-2's.
+    """
+    program = Candidate(tuple(sites), tuple(order) or None).program
+    return None if program is None else _moved(model, model, program)
+
+
+def effect_of_weights(model: Model, tensors: State) -> float | None:
+    """Return the largest difference that other ``tensors`` make to a logit of the right ``model``; None if they make none."""
+    other = Model({**model.state, **tensors}, model.config, model.ids)
+    return _moved(model, other, Program()) or None if tensors else None
+
+
+def _moved(model: Model, other: Model, program: Program) -> float | None:
+    try:
+        right = model.always("logits", lambda: model.trace(Program())["logits"])
+        moved = max_abs(other.trace(program)["logits"], right)
+    except RuntimeError:  # what is wrong does not fit together
+        return None
+    return moved if math.isfinite(moved) else None
+
+
+def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
+    return y + by * _size(y)
+
+
+def _size(y: Tensor) -> Tensor:
+    return y.square().mean().sqrt().clamp(min=1e-300)

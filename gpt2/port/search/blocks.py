@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, ROWS, TEXT, Edits, Entrance, Model, State, computed
+from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
 from gpt2.port.search.observe import Observation, Seen
+from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.tolerance import stored
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
-BEGINNING = 8  # tokens of a large block that are computed first
 WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
 
 
@@ -51,16 +53,6 @@ class Trial:
         return Candidate(tuple((one, self.layer) for one in self.alternatives), head=self.faults).order_of_naming
 
 
-@dataclass(frozen=True, eq=False)
-class Beginning:
-    """The nodes of a block at its first tokens; ``values`` (A, B, D) and ``slack``: of arrays, at the last of these tokens."""
-
-    state: State
-    values: Tensor
-    slack: Tensor
-    bound: float
-
-
 class Blocks:
     """The blocks of a program with the weights in ``model``, of which an ``observation`` holds values.
 
@@ -92,6 +84,17 @@ class Blocks:
         seen[node] = found
         if node != WHOLE:
             state[node] = found.own
+
+    def missing(self, base: Trial) -> list[str]:
+        """Return the nodes that are not found, nor anything that follows from them."""
+        return [node for node in NODES if node not in base.seen and BEHIND[node].isdisjoint(base.seen)]
+
+    def part(self, base: Trial, node: str, seen: Observed) -> Part:
+        """Return the part of a block from the first node that is not found to an array that may be the value of ``node``."""
+        after, point = ORDER[self.missing(base)[0]] - 1, point_at(base.layer, node)
+        entrance = Entrance(base.layer, {name: base.state[name] for name in ("x", *NODES[: after + 1])}, after)
+        allowed = {point: seen.bound + stored(seen.value, self.observation.pool.dtypes[seen.number])}
+        return Part(self.model, point, entrance, {point: seen.value}, allowed)
 
     def goes_on(self, trial: Trial) -> bool:
         """Return whether a block is explained: its result is found, or what follows from it."""
@@ -143,16 +146,12 @@ class Blocks:
         known = list(base.seen.values())
         changed, found, again = set[str](), False, 0
         for node in NODES[begin:]:
-            if node not in both and changed.isdisjoint(READS[node]):
-                state[node] = base.state[node]
-                if node in base.seen:
-                    seen[node] = base.seen[node]
-                continue
-            try:
-                value = computed(site, state, node, both)
-            except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
-                return None
-            old = base.state[node]
+            old = value = base.state[node]
+            if node in both or not changed.isdisjoint(READS[node]):
+                try:
+                    value = computed(site, state, node, both)
+                except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
+                    return None
             if value.shape == old.shape and torch.equal(value, old):
                 state[node] = old
                 if node in base.seen:
@@ -175,63 +174,6 @@ class Blocks:
             return None
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, base.faults, again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
-
-    def gives_any(self, base: Trial, one: Alternative, nodes: Collection[str]) -> bool:
-        """Return whether one of ``nodes`` is found as an alternative gives it: few looks, where ``tried`` takes many."""
-        state = self._with(base, base.state, one, nodes)
-        return any(
-            node in state and state[node] is not base.state[node] and self.observation.find(node, state[node]) is not None
-            for node in nodes
-        )
-
-    def beginning(self, base: Trial, arrays: Sequence[Observed]) -> Beginning:
-        """Return the first tokens of a block, and what ``arrays``, which may be its result, hold at the last of these."""
-        rows, tokens = self.model.ids.shape
-        last = min(BEGINNING, tokens) - 1
-        state = Entrance(base.layer, base.state).cut(rows, last + 1).state
-        values, slack = (torch.stack([getattr(one, part)[:, last] for one in arrays]) for part in ("value", "slack"))
-        return Beginning(state, values, slack, 2 * max(one.bound for one in arrays))
-
-    def may_end_in(self, begun: Beginning, base: Trial, one: Alternative) -> bool:
-        """Return whether an array may be a block's result as an alternative gives it, by its first tokens.
-
-        What a token's value depends on comes before it. So a large block is computed for a few tokens alone.
-        """
-        if one.sees in (TEXT, ROWS) or one.steps:
-            return True
-        right = begun.state[""]
-        value = self._with(base, begun.state, one, ("",)).get("", right)
-        if value is right or value.shape != right.shape:
-            return False
-        loose = begun.slack + begun.bound * value.square().mean().sqrt()
-        return bool(((begun.values - value[:, -1]).abs() <= loose).flatten(1).all(1).any())
-
-    def _with(self, base: Trial, old: State, one: Alternative, nodes: Collection[str]) -> State:
-        """Return ``old``, the nodes of ``base``, as one more alternative computes them up to the last of ``nodes``.
-
-        A node that it does not change is the old tensor. No nodes, if the alternative does not fit.
-        """
-        edits = one.at(base.layer)
-        both = merged(base.edits, edits) if edits else None
-        if both is None:
-            return {}
-        begin, last = min(ORDER[node] for node in edits), max(ORDER[node] for node in nodes)
-        state = {node: value for node, value in old.items() if ORDER.get(node, -1) < begin}
-        site = self.model.site(base.layer, state)
-        changed = set[str]()
-        for node in NODES[begin : last + 1]:
-            if node not in both and changed.isdisjoint(READS[node]):
-                state[node] = old[node]
-                continue
-            try:
-                state[node] = computed(site, state, node, both)
-            except RuntimeError:  # two alternatives that do not fit together
-                return {}
-            if state[node].shape == old[node].shape and torch.equal(state[node], old[node]):
-                state[node] = old[node]
-            else:
-                changed.add(node)
-        return state
 
     def is_refuted(self, base: Trial, one: Alternative) -> bool:
         """Return whether what follows from each node that an alternative changes is found as it is."""

@@ -11,22 +11,20 @@ from functools import partial
 from torch import Tensor
 
 from gpt2.port import graph
-from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
-from gpt2.port.alternatives.schedule import is_prompt, prompts_in_chunks, schedules, stepped
+from gpt2.port.alternatives.alternative import Alternative
+from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import ATTENTION, HIDDEN, NODES, ORDER, ROWS, State, run_block
+from gpt2.port.graph import ATTENTION, HIDDEN, ORDER, State
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
+from gpt2.port.search.matching import PartSearch
 from gpt2.port.terms.causes import Cause
 
 MOST_FAULTS = 6  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
-LAG = 2  # tokens behind the beginning of a call, until which a fault of later calls shows
 RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
 TARGETS = 3  # nodes that are not found, the first ones
-Paths = dict[tuple[int, int, int, bool], int]  # numbers of paths of calls, by the path before and the last call
 STAGES = ("known faults", "faults of a text in several calls", "fitted numbers")  # in this order
-MIXED = (*NODES[ORDER["attn.weights"] :],)  # nodes that depend on how a text is read in calls
 
 
 class Explainer:
@@ -48,7 +46,6 @@ class Explainer:
         self.observation, self.model = blocks.observation, blocks.model
         self.widens = of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.inner = [one for one in every if one.edits and not one.steps]
-        self.in_steps = [one for one in every if one.edits and one.steps]
         self.fits = Fits(self.model, states, self.observation.check)
         self.stage = STAGES[0]
         self.reached: Trial | None = None  # as far as alternatives explain the last block
@@ -105,12 +102,22 @@ class Explainer:
             return None
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
-        for trial in filter(None, (self.blocks.tried(base, one, shown=False) for one in factors)):
-            wholes, parts = self._tried(trial, (one for one in others if self.blocks.gives_any(trial, one, RESULTS)))
-            found = min(wholes or parts, key=_likelihood, default=None)  # a part, if the feed-forward is wrong as well
-            if found is not None and not found.seen.keys().isdisjoint(RESULTS):
-                return found
+        pairs = [Candidate(((one, base.layer), (two, base.layer))) for one in factors for two in others]
+        for near in (near for node in RESULTS for near in self._near(base, node, pairs)):
+            (one, _), (two, _) = near.sites
+            trial = self.blocks.tried(base, one, shown=False)
+            whole = None if trial is None else self.blocks.tried(trial, two)
+            if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well
+                return whole
         return None
+
+    def _near(self, base: Trial, node: str, some: Iterable[Candidate] | None = None) -> Iterator[Candidate]:
+        """Yield the candidates, all single faults if None, that give an array which is like the value of a node."""
+        arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
+        for seen in itertools.islice(arrays, 1 if self.model.small else MOST_ARRAYS):
+            search = PartSearch(self.blocks.part(base, node, seen))
+            yield from search.nearest(search.faults.singles() if some is None else some)
+            self.observation.check()
 
     def _widened(self, base: Trial) -> Trial | None:
         """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
@@ -125,15 +132,14 @@ class Explainer:
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
-        nodes = [node for node in NODES if node not in base.seen and BEHIND[node].isdisjoint(base.seen)]
+        nodes = self.blocks.missing(base)
         some = [one for one in some if one not in base.alternatives and not self.blocks.is_refuted(base, one)]
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
-        if not self.model.small:  # a whole block for each alternative takes a minute
-            changing = (one for one in some if nodes and nodes[0] in one.edits)
-            wholes, _ = self._tried(base, (one for one in changing if self.blocks.gives_any(base, one, nodes[:1])))
-        if not wholes and "" not in base.seen:
-            wholes, _ = self._tried(base, self._ending(base, some))
+        for node in dict.fromkeys(("",) if self.model.small else (*nodes[:1], "")):  # each whole block takes long
+            if not wholes and not base.alternatives and node not in base.seen:
+                near = dict.fromkeys(one for candidate in self._near(base, node) for one, _ in candidate.sites)
+                wholes, _ = self._tried(base, (one for one in some if one in near))
         if not wholes:
             wholes, parts = self._tried(base, some)
         whole, part = (min(trials, key=_likelihood, default=None) for trials in (wholes, parts))
@@ -141,14 +147,6 @@ class Explainer:
             ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
             whole = replace(whole, ties=ties)
         return whole, part
-
-    def _ending(self, base: Trial, some: Sequence[Alternative]) -> Iterator[Alternative]:
-        """Yield the alternatives that give a block's result."""
-        if not self.model.small:
-            arrays = list(self.observation.unexplained("", base.state[""], base.seen.values()))
-            begun = self.blocks.beginning(base, arrays) if arrays else None
-            some = [one for one in some if begun is not None and self.blocks.may_end_in(begun, base, one)]
-        return (one for one in some if self.blocks.gives_any(base, one, ("",)))
 
     def _tried(self, base: Trial, some: Iterable[Alternative]) -> tuple[list[Trial], list[Trial]]:
         """Return the trials that explain a block, and those that explain more of it than ``base``."""
@@ -166,21 +164,19 @@ class Explainer:
                 parts.append(trial)
         return wholes, parts
 
-    # In texts that are read in calls
-
     def _in_calls(self, base: Trial) -> Trial | None:
-        """Return a block with an alternative in some calls that explains it; None if there is none."""
-        targets = list(self._targets(base))
-        mixed = [(node, seen) for node, seen in targets if node in MIXED]
-        hows = (schedules(self.model), prompts_in_chunks(self.model))
-        for some in itertools.chain.from_iterable(
-            (self._since(base, targets, rare), *(self._by_call(base, mixed, ways, rare) for ways in hows))
-            for rare in (False, True)
-        ):
-            tried = (self.blocks.tried(base, one) for one in some)
-            trials = [trial for trial in tried if trial is not None and self.blocks.goes_on(trial)]
-            if trials:
-                return min(trials, key=_likelihood)
+        """Return a block with an alternative in some calls that explains it; None if there is none.
+
+        From the block's input to an array that may be the value of a node is a part, of which every value at its end is shown.
+        """
+        for node, seen in self._targets(base, 1):
+            part = self.blocks.part(base, node, seen)
+            for some in PartSearch(part).in_calls():
+                self.observation.check()
+                tried = (self.blocks.tried(base, one) for candidate in some for one, _ in candidate.sites)
+                trials = [trial for trial in tried if trial is not None and self.blocks.goes_on(trial)]
+                if trials:
+                    return min(trials, key=_likelihood)
         return None
 
     def _targets(self, base: Trial, most: int = MOST_ARRAYS) -> Iterator[tuple[str, Observed]]:
@@ -188,8 +184,7 @@ class Explainer:
 
         A program need not write every node. An array with some right tokens is a node's, or that of one which equals it there.
         """
-        nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE) and node not in base.seen]
-        nodes = [node for node in nodes if BEHIND[node].isdisjoint(base.seen)]
+        nodes = [node for node in self.blocks.missing(base) if node not in (*HIDDEN, WHOLE)]
         partly: list[tuple[str, Observed]] = []
         for number, node in enumerate(nodes):
             arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
@@ -200,90 +195,6 @@ class Explainer:
                 elif bool(wrong.any()) and not bool(wrong.all()):
                     partly.append((node, seen))
         yield from partly[:TARGETS]
-
-    def _since(self, base: Trial, targets: Sequence[tuple[str, Observed]], rare: bool) -> Iterator[Alternative]:
-        """Yield the common or ``rare`` alternatives that one of ``targets`` shows from a token on, or up to one."""
-        some = [one for one in self.inner if one.rare == rare]
-        return (one for node, seen in targets for one in self._since_in(base, node, seen, some))
-
-    def _since_in(self, base: Trial, node: str, seen: Observed, some: Sequence[Alternative]) -> Iterator[Alternative]:
-        wrong = seen.wrong_rows().any(0)
-        tokens, (first, *_, last) = len(wrong), [*wrong.nonzero().flatten().tolist()] * 2
-        ways = [Schedule(IN_STEPS.format(first), stepped(first, tokens), Which.LATER)] if first else []
-        if 1 < last + 1 < tokens:
-            ways.append(Schedule(IN_PROMPT.format(last + 1), stepped(last + 1, tokens), Which.FIRST))
-        for one in some if ways else ():
-            self.observation.check()
-            edits = one.at(base.layer)
-            begin = min((ORDER[name] for name in edits), default=len(NODES))
-            if begin > ORDER[node] or one.sees == ROWS or self.blocks.is_refuted(base, one):
-                continue
-            state = {name: value for name, value in base.state.items() if ORDER.get(name, -1) < begin}
-            try:
-                value = run_block(self.model.site(base.layer, state), state, edits, begin - 1, ORDER[node])[node]
-            except RuntimeError:  # it does not fit to what is there
-                continue
-            if value.shape != seen.value.shape or not bool(value.isfinite().any()):
-                continue
-            agrees = _by_token(seen.agrees(value))
-            for how in ways:
-                inside = slice(how.calls[0][1], None) if how.which is Which.LATER else slice(0, how.calls[0][1])
-                if bool(agrees[:, inside].all()):
-                    yield scheduled(one, how)
-
-    def _by_call(
-        self, base: Trial, targets: Sequence[tuple[str, Observed]], hows: Sequence[Schedule], rare: bool
-    ) -> Iterator[Alternative]:
-        """Yield the common or ``rare`` alternatives that give one of ``targets`` in a text that is read in calls."""
-        mixing = [one for one in self.inner if not set(one.edits).isdisjoint(ATTENTION) and one.sees != ROWS]
-        mixing = [one for one in (*mixing, *self.in_steps) if one.rare == rare and one.at(base.layer)]
-        mixing = [one for one in mixing if not self.blocks.is_refuted(base, one)]
-        at_once = [one for one in mixing if not one.steps]
-        wrong = [seen.wrong_rows().any(0).nonzero().flatten().tolist() for _, seen in targets]
-        paths: Paths = {}
-        refuted = set[tuple[int, int]]()
-        for how in hows if targets else ():
-            end, second, last = how.calls[0][1], how.calls[1][1], how.calls[-1]
-            later = any(end <= some[0] < second + LAG for some in wrong)
-            tried = {Which.ALL: [one for one in mixing if not one.steps or later or one.at_once]}
-            if second > end + 1 and last[1] == last[0] + 1:  # chunks, and then single tokens
-                tried[Which.SEVERAL] = tried[Which.ALL]
-            if is_prompt(how) and end > 1:
-                if any(each[-1] < end <= each[-1] + LAG for each in wrong):
-                    tried[Which.FIRST] = at_once
-                if any(end <= each[0] < end + LAG for each in wrong):
-                    tried[Which.LATER] = at_once
-            for which, some in tried.items():
-                seen_in = replace(how, which=which)
-                path = _path(seen_in, paths)
-                for one in some:
-                    if not any((id(one), number) in refuted for number in path):
-                        number = self._refuted_by(base, targets, one, seen_in)
-                        if number is None:
-                            yield scheduled(one, seen_in)
-                        else:
-                            refuted.add((id(one), path[number]))
-
-    def _refuted_by(self, base: Trial, targets: Sequence[tuple[str, Observed]], one: Alternative, how: Schedule) -> int | None:
-        """Return the number of the first call in which an alternative gives none of ``targets``; None if it gives one in all.
-
-        What a call computes does not depend on later ones.
-        """
-        self.observation.check()
-        before = ORDER["attn.qh"] if set(one.edits) <= set(NODES[ORDER["attn.qh"] :]) else 0
-        until = max(ORDER[node] for node, _ in targets)
-        state, alive = {name: base.state[name] for name in ("x", *NODES[:before])}, list(targets)
-        edits = scheduled(one, how).at(base.layer)
-        try:
-            state = run_block(self.model.site(base.layer, state), state, edits, before - 1, until)
-        except RuntimeError:  # it does not fit to what is there
-            return 0
-        for number, (begin, end) in enumerate(how.calls):
-            cut = {node: y[:, begin:end] if y.ndim == 3 else y[:, :, begin:end] for node, y in state.items()}
-            alive = [(node, seen) for node, seen in alive if seen.at(begin, end).matches(cut[node])]
-            if not alive:
-                return number
-        return None
 
     # Free numbers
 
@@ -352,16 +263,3 @@ def _given(value: Tensor, c: graph.Site, s: State) -> Tensor:
 
 def _plain(words: str) -> str:
     return re.sub(r"[0-9][0-9.e+-]*", "", words)
-
-
-def _path(how: Schedule, paths: Paths) -> list[int]:
-    """Return a number for the calls up to each call: the same for schedules that begin alike."""
-    path = [0]
-    for begin, end in how.calls:
-        path.append(paths.setdefault((path[-1], begin, end, how.which.holds(begin, end)), len(paths) + 1))
-    return path[1:]
-
-
-def _by_token(agrees: Tensor) -> Tensor:
-    """Return (B, T): whether all entries of a token agree, of (B, T, D) or (B, H, T, ...)."""
-    return agrees.all(-1) if agrees.ndim == 3 else agrees.all(-1).all(1)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import Pool
@@ -73,9 +72,9 @@ class Observation:
             unit, smallest = UNITS[self.pool.dtypes[number]]
             for value in laid(entry, shape):
                 value = value.reshape(like.shape)
-                likeness = float((value * like).sum() / (value.norm() * like.norm()).clamp(min=1e-300))
                 slack = unit * value.abs() + smallest
-                found.append((-abs(likeness), number, Observed(value, slack, self.pool.tolerance_at(node), like, number)))
+                seen = Observed(value, slack, self.pool.tolerance_at(node), like, number)
+                found.append((-abs(seen.likeness), number, seen))
         found.sort(key=lambda one: one[:2])
         yield from (one for _, _, one in found)
 
@@ -90,12 +89,6 @@ class Observation:
         made = (normed @ head.T)[:, -given.shape[1] :]
         pool.budget.spend(6, made.numel(), normed.shape[:2].numel() * head.numel())
         return made.shape == given.shape and pool.logits_error(made, given) <= bound
-
-    def logits_error(self, normed: Tensor, head: Tensor) -> float:
-        """Return how far the logits are from those that the head gives; infinity if they cannot be compared."""
-        given = self.pool.logits[..., : len(head)]
-        made = (normed @ head.T)[:, -given.shape[1] :]
-        return worst_relative_error(given, made) if made.shape == given.shape else math.inf
 
 
 def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:

@@ -20,21 +20,20 @@ from gpt2.checkpoint.keys import HEAD
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import point_at, points, trace
 from gpt2.model import GPT2
-from gpt2.port import graph
-from gpt2.port.alternatives import table
-from gpt2.port.alternatives.alternative import IN_STEPS, Alternative, Schedule, Which, scheduled
+from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.outside import standing
-from gpt2.port.alternatives.schedule import schedules, stepped
+from gpt2.port.alternatives.schedule import schedules
 from gpt2.port.fits.dropout import dropped
 from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State, run_block
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
-from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
+from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
 from gpt2.port.search.ending import Ending
 from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
+from gpt2.port.search.matching import Faults, known
 from gpt2.port.search.observe import Observation
+from gpt2.port.search.part import Part
 from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import OUTSIDE, Place
@@ -111,14 +110,11 @@ class Search:
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
         self.rounding, self.layers, of_module = rounding, model.config.n_layer, right is not None
-        every = table(model)
-        self.embeddings = [one for one in every if "embed" in one.outside and not one.edits]
-        self.ends = [one for one in every if one.outside and "embed" not in one.outside]
         self.states: list[State] = []
         self.blamed = Blamed(model, exact, right, rounding)
         self.ran = self.blamed.ran
         self.blocks = Blocks(observation, model)
-        self.explainer = Explainer(self.blocks, every, self.states, self.blamed.faults, of_module)
+        self.explainer = Explainer(self.blocks, known(model), self.states, self.blamed.faults, of_module)
         self.ending = Ending(observation, model, self.explainer.fits.library)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
@@ -206,29 +202,28 @@ class Search:
         if self.blocks.shown_in(0, own):
             self.computed["embed"] = own
             return own
-        best: tuple[tuple[object, ...], Alternative, Tensor, bool] | None = None
-        for one in self._embedding_alternatives():
+        options = list[tuple[tuple[object, ...], Alternative, Tensor]]()
+        for candidate in self._other_embeddings(right):
             self.observation.check()
-            x = one.at(None)["embed"](site, {}).to(self.model.dtype)
+            x = self.model.embed(candidate.program)
             if x.shape != right.shape or torch.equal(x, right):
                 continue
             found = self.observation.find("embed", x, fault=True)
             if found is None and self.explainer.of_module:  # which shows all that it computes
                 continue
-            theirs = x if found is None else found.own
-            shown = self.blocks.shown_in(0, theirs)
-            latest = (
-                max(found.entries, default=0) if found and self.explainer.of_module else 0
-            )  # the tokens alone are there as well
-            key = (not shown, found is None, -latest, Candidate(((one, None),)).order_of_naming)
-            if (shown or (found is not None and seen is None)) and (best is None or key < best[0]):
-                best = key, one, theirs, found is not None
+            x = x if found is None else found.own
+            shown = self.blocks.shown_in(0, x)
+            # the tokens alone are there as well
+            latest = max(found.entries, default=0) if found and self.explainer.of_module else 0
+            if shown or (found is not None and seen is None):
+                options.append(((not shown, found is None, -latest, candidate.order_of_naming), candidate.sites[0][0], x))
+        best = min(options, key=lambda option: option[0], default=None)
         if best is None or best[0][0]:  # what is found may be something else's
             fitted = self._embedding_fitted(right)
             if fitted is not None or best is None or seen is not None:
                 return own if fitted is None else fitted
-        _, one, x, was_found = best
-        follows = was_found or self.blocks.goes_on(self.blocks.block(0, x))
+        (_, is_new, *_), one, x = best
+        follows = not is_new or self.blocks.goes_on(self.blocks.block(0, x))
         if not follows and self.explainer.explained(self.blocks.block(0, right)) is not None:
             return right  # one fault of the block, and not two
         self.blamed.alternative(one, None, "embed", {"embed": (x, right)})
@@ -251,19 +246,14 @@ class Search:
                 return x
         return None
 
-    def _embedding_alternatives(self) -> Iterator[Alternative]:
+    def _other_embeddings(self, right: Tensor) -> Iterator[Candidate]:
         """Yield other embeddings: at once, in calls, and from each token on."""
-        tokens = self.model.ids.shape[1]
-        yield from (one for one in self.embeddings if not one.steps)
-        for how in schedules(self.model):
-            for one in self.embeddings:
-                if one.steps:
-                    yield scheduled(one, how)
-        for start in range(1, tokens):
-            for one in (*self.embeddings, *standing(self.model)):
-                if not (one.rare or one.steps):
-                    calls = stepped(start, tokens) if one.sees else ((0, start), (start, tokens))
-                    yield scheduled(one, Schedule(IN_STEPS.format(start), calls, Which.LATER))
+        faults, tokens = Faults(Part(self.model, "embed", None, {"embed": right}, {})), self.model.ids.shape[1]
+        later = [one for one in faults.steps if "embed" in one.outside]
+        in_calls = (faults.everywhere(one, how) for how in schedules(self.model) for one in later)
+        since = (one for start in range(1, tokens) for one in faults.since(start))
+        every = itertools.chain(faults.singles(), in_calls, since)
+        yield from (one for one in every if one.sites and one.program is not None)
 
     # From block to block
 
@@ -304,8 +294,7 @@ class Search:
             base = reached
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
-        nodes = [node for node in NODES if node not in (*HIDDEN, WHOLE)]
-        lost = next((node for node in nodes if node not in base.seen and BEHIND[node].isdisjoint(base.seen)), "")
+        lost = next((node for node in self.blocks.missing(base) if node not in (*HIDDEN, WHOLE)), "")
         self.lost = self.lost or point_at(min(number, self.layers - 1), traced(lost))
         resumed = self._resumed(base)
         if resumed is None:
@@ -348,21 +337,20 @@ class Search:
 
     def _changed_behind(self) -> Tensor | None:
         """Return the last block's result as something changes it behind the recorded sum, if what follows shows it."""
-        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
-        for one in self.explainer.inner if self.ran else ():
-            layer, state = self.ran[-1], self.states[-1]
-            if set(edits := one.at(layer)) != {""}:
-                continue
-            self.observation.check()
-            value = edits[""](self.model.site(layer, state), state)
-            if not torch.equal(value, state[""]) and self.blocks.shown_behind(layer, value):
-                key = Candidate(((one, layer),)).order_of_naming
-                best = (key, one, value) if best is None or key < best[0] else best
-        if best is None:
+        if not self.ran:
             return None
-        _, one, value = best
-        self.blamed.alternative(one, self.ran[-1], "", {"": (value, self.states[-1][""])})
-        self.states[-1][""] = self.computed[point_at(len(self.ran) - 1, "")] = value
+        layer, state, options = self.ran[-1], self.states[-1], list[tuple[Alternative, Tensor]]()
+        for one in self.explainer.inner:
+            if set(edits := one.at(layer)) == {""}:
+                self.observation.check()
+                value = edits[""](self.model.site(layer, state), state)
+                if not torch.equal(value, state[""]) and self.blocks.shown_behind(layer, value):
+                    options.append((one, value))
+        if not options:
+            return None
+        one, value = min(options, key=lambda option: Candidate(((option[0], layer),)).order_of_naming)
+        self.blamed.alternative(one, layer, "", {"": (value, state[""])})
+        state[""] = self.computed[point_at(len(self.ran) - 1, "")] = value
         return value
 
     def _settle(self, trial: Trial) -> None:
@@ -376,11 +364,10 @@ class Search:
         self.computed[point_at(number, WHOLE)] = trial.state[WHOLE].tril()  # as our trace has them
         if trial.alternatives:
             self.blocks.known = [trial.alternatives, *(one for one in self.blocks.known if one != trial.alternatives)]
-        right = run_block(self.model.site(trial.layer, trial.state), {"x": trial.state["x"]}, {}) if trial.alternatives else {}
 
         def expected(node: str) -> Tensor:
             before = {n: trial.state[n] for n in ("x", *NODES[: ORDER[node]]) if n in trial.state}
-            return graph.RIGHT[node](self.model.site(trial.layer, before), before) if node not in HIDDEN else right[node]
+            return self.model.site(trial.layer, before).right(node, before)
 
         if trial.faults:
             known = {node for one in trial.alternatives for node in one.edits}
@@ -395,7 +382,6 @@ class Search:
 
     def _ended(self, x: Tensor, known: bool = True, fitted: bool = True) -> bool:
         """Return whether the logits follow from the last stream, by a ``known`` other norm or head, or by a ``fitted`` one."""
-        site, state = self.model.site(0, {"x": x}), {"x": x}
         right = self.model.norm("ln_f", x)
         seen = self.observation.find("ln_f", right)
         normed = right if seen is None else seen.own
@@ -405,33 +391,22 @@ class Search:
             return True
         if not known:
             return False
-        earlier = [one for some in self.blocks.known for one in some if one.outside]
-        best: tuple[tuple[object, ...], Alternative, Tensor] | None = None
-        for one in (*earlier, *self.ends):
-            self.observation.check()
-            value = one.outside["ln_f"](site, state) if "ln_f" in one.outside else normed
-            if value.shape != right.shape:
-                continue
-            found = self.observation.find("ln_f", value, fault=True) if "ln_f" in one.outside else None
-            head = one.outside["head"](site, state) if "head" in one.outside else self.model.table
-            if self.observation.are_logits(value if found is None else found.own, head):
-                key = (one not in earlier, found is None, Candidate(((one, None),)).order_of_naming)
-                if best is None or key < best[0]:
-                    best = key, one, value if "ln_f" in one.outside else normed @ head.T
-        if best is not None:
-            _, one, value = best
-            stage, expected = ("ln_f", right) if "ln_f" in one.outside else ("logits", normed @ self.model.table.T)
-            self.blamed.alternative(one, None, stage, {stage: (value, expected)})
+        part = self.ending.part(x)
+        earlier = {one for some in self.blocks.known for one in some}
+        fits = [one for one in self.ending.known(part) if fitted or not one.head]
+        if fits:
+            best = min(fits, key=lambda fit: not any(one in earlier for one, _ in fit.sites))
+            values, expected = part.values(best), {"ln_f": right, "logits": normed @ self.model.table.T}
+            for one, _ in best.sites:
+                stage = "ln_f" if "ln_f" in one.outside else "logits"
+                self.blamed.alternative(one, None, stage, {stage: (values[stage], expected[stage])})
+            if best.head:
+                self.blamed.fitted(best.head, "logits", {"logits": (values["logits"], expected["logits"])})
             return True
-        if not fitted:
+        if not fitted or (fit := self.ending.fit(x)) is None:
             return False
-        if (ended := self.ending.read(x)) is None:
-            asked = self.ending.logits.shape[:2] == x.shape[:2] and bool(self.ending.logits.isfinite().all())
-            if seen is None or self.blamed.sites or self.blamed.faults or not asked:
-                return False
-            self.blamed.guessed = True
-        faults = ended.fit.faults if ended else (Cause.at("untied-head", "logits", "the head has weights other than wte's"),)
-        given = self.observation.pool.logits[..., : len(self.model.table)]
+        given = self.ending.logits
         made = (normed @ self.model.table.T)[:, -given.shape[1] :]
-        self.blamed.fitted(faults, ended.stage if ended else "logits", {"logits": (given, made)})
+        stage = "ln_f" if any(one.place.part == "ln_f" for one in fit.faults) else "logits"
+        self.blamed.fitted(fit.faults, stage, {"logits": (given, made)})
         return True

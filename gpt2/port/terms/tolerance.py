@@ -81,3 +81,12 @@ def excess(stored: Tensor, value: Tensor, dtype: torch.dtype) -> float:
         return 0.0
     over = ((stored - value).abs() - unit * value.abs() - smallest).max().clamp(min=0.0)
     return float(over / value.square().mean().sqrt().clamp(min=1e-300))
+
+
+def stored(value: Tensor, dtype: torch.dtype) -> float:
+    """Return the largest error of rounding the finite numbers of a value to ``dtype``, relative to their root mean square."""
+    unit, smallest = UNITS[dtype]
+    kept = value[value.isfinite()]
+    if not kept.numel():
+        return 0.0
+    return (unit * float(kept.abs().max()) + smallest) / max(float(kept.square().mean().sqrt()), 1e-300)

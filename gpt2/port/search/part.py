@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import layer_of, points
+from gpt2.measure.tracing import layer_of
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import LAST_STEPS
 from gpt2.port.graph import ORDER, Entrance, Function, Model, Program, State, stage_of
@@ -24,7 +24,6 @@ MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 NEARLY = 10.0  # times the tolerance: logits of one token, by their own size
 SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many times the tolerance
 BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
-MOST_TOKENS = 0.5  # of the vocabulary, whose logits alone may be wrong
 FLIPPED = 0.3  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
 LOGITS = (Place(None, "logits"),)
 SOFTMAXES: dict[str, Function] = {"softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1)}
@@ -55,8 +54,8 @@ class Fitting(NamedTuple):
 class Part:
     """The forward pass from ``entrance``, None for the embeddings, to the point ``end``.
 
-    ``shown``: a program's values in it, ``end`` among them. ``blocks``: those that it computes, of the last one up to node number
-    ``until``. ``softmaxed``: what the program made of its logits.
+    ``shown``: a program's values in it, in order, ``end`` among them. ``blocks``: those that it computes, of the last one up to
+    node number ``until``. ``softmaxed``: what the program made of its logits.
     """
 
     def __init__(
@@ -78,21 +77,20 @@ class Part:
 
     @property
     def shows_all(self) -> bool:
-        """Whether whole blocks are in it, and every token is shown at its end."""
-        whole = self.until == ORDER[""] and (self.entrance is None or self.entrance.after < 0)
-        return whole and not self.softmaxed and self.shown[self.end].shape[1] == self.model.ids.shape[1]
+        """Whether every token is shown at its end."""
+        return not self.softmaxed and self.shown[self.end].shape[-2] == self.model.ids.shape[1]
 
     def computes(self, layer: int, node: str) -> bool:
         """Return whether a node of a block is in this part."""
         begin = (self.blocks.start, self.entrance.after if self.entrance else -1)
         return begin < (layer, ORDER[node]) <= (self.blocks.stop - 1, self.until)
 
-    def values(self, one: Candidate) -> State:
-        """Return a candidate's values by traced point."""
-        program = one.program or Program()
+    def values(self, one: Candidate, model: Model | None = None, entrance: Entrance | None = None) -> State:
+        """Return a candidate's values by traced point; perhaps of another ``model`` from its own ``entrance`` on."""
+        program, model, entrance = one.program or Program(), model or self.model, entrance or self.entrance
         if not self.is_last:
-            return self.model.stages(program, self.blocks.start, self.blocks.stop, self.entrance, self.until)
-        values = self.model.trace(program, self.entrance)
+            return model.stages(program, self.blocks.start, self.blocks.stop, entrance, self.until)
+        values = model.trace(program, entrance)
         for fault in one.head:
             if isinstance(fault, HeadCause):
                 values["logits"] = fault.change(*self._ending(values))
@@ -113,10 +111,9 @@ class Part:
     def errors(self, values: State) -> dict[str, float]:
         """Return the relative error at each shown point, in the order of the forward pass."""
         out = {}
-        for point in points(self.model.config.n_layer):
-            if point in self.shown and point in values:
-                value, shown = values[point], self.shown[point]
-                value = value[:, -shown.shape[1] :] if point == "logits" else value
+        for point, shown in self.shown.items():
+            if point in values:
+                value = values[point][:, -shown.shape[1] :] if point == "logits" else values[point]
                 alike = value.shape[1:] == shown.shape[1:]
                 out[point] = worst_relative_error(shown, value.expand_as(shown)) if alike else math.inf
         return out
@@ -130,9 +127,10 @@ class Part:
     def wrong_tokens(self) -> list[int]:
         """The tokens whose value at the end is not GPT-2's; none, if not every token's is shown."""
         shown, right = self.shown[self.end], self.right[self.end]
-        if shown.shape[1] != right.shape[1]:
+        if shown.shape != right.shape:
             return []
-        wrong = (shown - right).abs().amax((0, 2)) > self.allowed(self.end) * shown.square().mean().sqrt()
+        apart = (shown - right).abs().amax(-1).flatten(0, -2).amax(0)
+        wrong = apart > self.allowed(self.end) * shown.square().mean().sqrt()
         return wrong.nonzero().flatten().tolist()
 
     def fit(self, one: Candidate) -> Fitting | None:
@@ -184,9 +182,6 @@ class Part:
             words = f"the model returns {name} of the logits"
             yield HeadCause("logits-softmaxed", LOGITS, words, change=partial(_changed, SOFTMAXES[name]))
             return
-        wrong, words = self._few(logits)
-        if bool(wrong.any()):
-            yield HeadCause("untied-head", LOGITS, words, made=True, change=lambda _, y: torch.where(wrong, wanted, y))
         ratio = float((logits * wanted).sum() / logits.square().sum().clamp(min=1e-300))
         words = f"the logits are multiplied by {ratio:.6g}"
         yield HeadCause("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
@@ -202,16 +197,3 @@ class Part:
             words = "the logits follow from the right stream by other weights than the token embedding's"
             table = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution
             yield HeadCause("untied-head", LOGITS, words, made=True, change=lambda x, _: x @ table)
-
-    def _few(self, logits: Tensor) -> tuple[Tensor, str]:
-        """Return the tokens (V,) whose logits alone are wrong, and words; none, if the others are not right, or not more."""
-        wanted = self.shown["logits"]
-        off = (wanted - logits).abs().amax((0, 1)) / wanted.square().mean().sqrt()
-        wrong = off > self.allowed("logits")
-        if not 0 < int(wrong.sum()) <= MOST_TOKENS * len(off) or float(off.max()) < SIGNIFICANT * self.allowed("logits"):
-            return torch.zeros_like(wrong), ""
-        tokens = wrong.nonzero().flatten().tolist()
-        same = bool((wanted[..., wrong] == wanted[0, 0, tokens[0]]).all())
-        which = f"{len(tokens)} tokens ({tokens[0]} to {tokens[-1]})" if len(tokens) > 1 else f"token {tokens[0]}"
-        how = f"always {float(wanted[0, 0, tokens[0]]):g}" if same else "computed from other weights than wte's"
-        return wrong, f"the logits of {which} are {how}; all others are right"

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.dump.part import MIN_ROWS, Part
 from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, charge, run_block
-from gpt2.port.terms.budget import Budget
+from gpt2.port.search.part import MIN_ROWS, Part
 
 DISTANCE = 12  # operators of a comparison
 COLUMNS = 256  # vocabulary entries that are compared
@@ -30,20 +29,19 @@ class Batch:
 
     def __init__(self, part: Part, rows: int | None = None, tokens: int | None = None) -> None:
         exact, self.part, single = part.model, part, torch.float32
-        whole = (
-            exact
-            if exact.small
-            else exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single, exact.budget))
-        )
+        whole = exact
+        if not exact.small:
+            whole = exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single, exact.budget))
         self.model = whole.on_ids(whole.ids[:rows, :tokens]) if rows or tokens else whole
         wanted, config = part.shown[part.end], exact.config
         self.columns = torch.arange(wanted.shape[-1])
         if part.end == "logits" and len(self.columns) > COLUMNS:
             self.columns = torch.randperm(len(self.columns), generator=torch.Generator().manual_seed(0))[:COLUMNS]
-        self.wanted = wanted[:rows, :tokens, self.columns].to(whole.dtype)
+        if part.end.endswith("attn.weights") and tokens:
+            self.columns = self.columns[:tokens]
+        self.wanted = wanted[:rows, ..., :tokens, self.columns].to(whole.dtype)
         if part.softmaxed:
-            logs = self.wanted.clamp(min=1e-12).log() if part.softmaxed == "softmax" else self.wanted
-            self.wanted = logs - logs.mean(-1, keepdim=True)
+            self.wanted = self._centred(self.wanted.clamp(min=1e-12).log() if part.softmaxed == "softmax" else self.wanted)
         self.rows, length = self.model.ids.shape
         cut = part.entrance and part.entrance.cut(self.rows, length).to(whole.dtype)
         self.entrance = cut or Entrance(0, {"x": self.model.embed()})
@@ -53,36 +51,40 @@ class Batch:
         size = self.rows * length
         self.most = max(1, min(MAX_PROGRAMS, MAX_ELEMENTS // (size * widest), MAX_WORK // (size * work)))
 
-    def errors(self, some: Sequence[Candidate], budget: Budget) -> Iterator[tuple[float, Candidate]]:
+    def errors(self, some: Sequence[Candidate]) -> Iterator[tuple[float, Candidate]]:
         """Yield candidates with their relative error at the end, what the head may change taken out, within the budget."""
-        for few, values in self.values(some, budget):
+        for few, values in self.values(some):
             yield from zip(self._distances(values), few, strict=True)
 
-    def values(self, some: Sequence[Candidate], budget: Budget) -> Iterator[tuple[list[Candidate], Tensor]]:
+    def values(self, some: Sequence[Candidate]) -> Iterator[tuple[list[Candidate], Tensor]]:
         """Yield some of the candidates and what they give (N, B, T, X), within the budget. Left out: what cannot be computed."""
-        begins, alone = dict[Candidate, int](), list[Candidate]()
+        rest, alone = dict[Candidate, int](), list[Candidate]()
         for one in some:
             program = one.program or Program()
-            begins[one] = self._begins(program)
-            alone += [one] * (program.order is not None)
-        apart = set(alone)
-        rest = sorted((one for one in begins if one not in apart), key=lambda one: begins[one])
-        for few in (rest[n : n + self.most] for n in range(0, len(rest), self.most)):
-            if budget.spent:
+            if program.order is None:
+                rest[one] = self._begins(program)
+            else:
+                alone.append(one)
+        ordered = sorted(rest, key=lambda one: rest[one])
+        for few in (ordered[n : n + self.most] for n in range(0, len(rest), self.most)):
+            if self.model.budget.spent:
                 return
-            values, odd = self._ended([one.program or Program() for one in few], begins[few[0]])
+            values, odd = self._ended([one.program or Program() for one in few], rest[few[0]])
             alone += [few[n] for n in odd]
             kept = [n for n in range(len(few)) if n not in odd]
             yield [few[n] for n in kept], values.unflatten(0, (len(few), self.rows))[kept]
         for one in alone:
-            if budget.spent:
+            if self.model.budget.spent:
                 return
             try:
-                values, _ = self._ended([one.program or Program()], begins[one])
+                value = self.part.values(one, self.model, self.part.entrance and self.entrance)[self.part.end]
+                value = value[..., -self.wanted.shape[-2] :, self.columns].expand_as(self.wanted)
             except (IndexError, RuntimeError):
                 continue
-            if values.shape == self.wanted.shape:
-                yield [one], values[None]
+            yield [one], self._centred(value)[None]
+
+    def _centred(self, logits: Tensor) -> Tensor:
+        return logits - logits.mean(-1, keepdim=True) if self.part.softmaxed else logits
 
     def _distances(self, values: Tensor) -> list[float]:
         """Return the largest errors of values (N, B, T, X), over the root mean square."""
@@ -94,16 +96,13 @@ class Batch:
             apart.append(goal - factor * middle)
             if wanted.shape[:2].numel() >= MIN_ROWS:
                 apart.append(apart[0] - apart[0].mean((1, 2), keepdim=True))
-        least = torch.stack([one.abs().amax((1, 2, 3)) for one in apart]).amin(0)
+        least = torch.stack([one.abs().flatten(1).amax(1) for one in apart]).amin(0)
         return cast(list[float], (least / wanted.square().mean().sqrt().clamp(min=1e-30)).nan_to_num(math.inf, math.inf).tolist())
 
     def _begins(self, program: Program) -> int:
         """Return the first block in which a program is not GPT-2; -1, if that is before all blocks."""
         if "embed" in program.outside:
             return -1
-        if program.order is not None:  # what runs before the first block that is not GPT-2's
-            others = (n for n, layer in enumerate(program.order) if layer != n)
-            return -1 if program.blocks else next(others, len(program.order))
         places = (layer for layer, edits in program.blocks.items() for node in edits if self.part.computes(layer, node))
         return min(places, default=self.part.blocks.stop)
 
@@ -122,16 +121,16 @@ class Batch:
         And the numbers of those that must be run alone, because a value has another shape, or cannot be computed.
         """
         part, model, odd, count = self.part, self.model, set[int](), len(programs)
-        order, start = programs[0].order, max(begin, self.entrance.layer)
-        x = self._entering(start).repeat(count, 1, 1)
+        start = max(begin, self.entrance.layer)
+        x = torch.cat([self._entering(start)] * count)
         if begin < 0:
             x = self._node(programs, None, "embed", {"x": x}, odd)
-        for layer in range(start, part.blocks.stop) if order is None else order[max(begin, 0) :]:
+        for layer in range(start, part.blocks.stop):
             state, after = {"x": x}, -1
-            if order is None and layer == self.entrance.layer and self.entrance.after >= 0:
+            if layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after
-                state = {node: y.repeat(count, *[1] * (y.ndim - 1)) for node, y in self.entrance.state.items()}
-            until = part.until if order is None and layer == part.blocks[-1] else LAST
+                state = {node: torch.cat([y] * count) for node, y in self.entrance.state.items()}
+            until = part.until if layer == part.blocks[-1] else LAST
             for name in NODES[after + 1 : until + 1]:
                 state[name] = self._node(programs, layer, name, state, odd)
             x = state[NODES[until]]
@@ -145,17 +144,13 @@ class Batch:
             tables = (head(site, {})[self.columns].to(x.dtype) if head else usual for head in own[: len(given)])
             x = torch.cat([y @ table.T for y, table in zip(given, tables, strict=True)])
             model.budget.spend(2 * len(given), x.numel(), x.numel() * model.config.n_embd)
-        return (x - x.mean(-1, keepdim=True) if part.softmaxed else x), odd
+        return self._centred(x), odd
 
     def _node(self, programs: Sequence[Program], layer: int | None, name: str, state: State, odd: set[int]) -> Tensor:
         """Return a node of all programs: by GPT-2's formula, and of those that replace it by their own; and note ``odd`` ones."""
         site, usual = self.model.site(layer or 0), RIGHT[name] if name != "embed" else lambda c, s: s["x"]
         given = ((n, one.outside if layer is None else one.blocks.get(layer, {})) for n, one in enumerate(programs))
         own = {n: edits[name] for n, edits in given if name in edits and n not in odd}
-        if own and len(programs) == 1:  # whatever its shape
-            value = own[0](site, state)
-            charge(site, name, value, is_own=True)
-            return value.repeat(self.rows // len(value), *[1] * (value.ndim - 1)).to(self.model.dtype)
         first = cast(State, _Rows(state, slice(self.rows)))
         made = usual(site, state if len(own) < len(programs) else first)  # where all replace it, for its shape alone
         charge(site, name, made)

@@ -1,0 +1,231 @@
+"""Find the faults with which our own forward pass gives a program's values, from one tensor that it shows to another.
+
+A program may have each known fault in all blocks, in one, in some, or outside them; at once, or in some calls of a text.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from gpt2.measure.metrics import Progress, silent
+from gpt2.port.alternatives import table
+from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
+from gpt2.port.alternatives.candidates import Candidate
+from gpt2.port.alternatives.outside import orders, standing
+from gpt2.port.alternatives.schedule import is_prompt, prompts, prompts_in_chunks, schedules, stepped
+from gpt2.port.graph import ROWS, TEXT, Model
+from gpt2.port.search.batch import Batch
+from gpt2.port.search.part import BETTER, Fitting, Part
+
+MAX_CONFIRMED = {True: 40, False: 12}  # candidates that are computed exactly, by whether the model is small
+LATE_CONFIRMED = 3  # the nearest, which are computed even where the budget is spent
+# The largest error of a fit on few tokens, beside the tolerance, by whether the model is small; of a large one, in float32.
+SIEVED = {True: 1e-12, False: 5e-5}
+LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
+LAG = 2  # tokens behind the first call, until which a fault of later calls shows
+FEW_LEFT = 8  # faults in calls that are run whole
+FEW = 4  # tokens of a large model that are compared, where a token's values depend on earlier tokens alone
+SINGLE = "single faults"
+Giving = dict[tuple[object, ...], list[Alternative]]  # alternatives that give the first calls of a text, by these calls
+
+
+def known(model: Model) -> list[Alternative]:
+    """Return every alternative for a model; they are made once."""
+    return model.always("alternatives", lambda: table(model))
+
+
+def scopes(layers: int) -> list[tuple[int, ...]]:
+    """Return the groups of blocks that a mistake may be in: every other block, all but the first, all but the last."""
+    every = tuple(range(layers))
+    parts = dict.fromkeys((every[1::2], every[::2], every[1:], every[:-1])) if layers > 1 else {}
+    return [part for part in parts if len(part) < layers]
+
+
+class Faults:
+    """What may be wrong in a part. ``plain``: formulas; ``steps``: what shows only in several calls; ``mixing``: what differs in
+    a text that is read in calls."""
+
+    def __init__(self, part: Part) -> None:
+        self.part, self.model, self.tokens = part, part.model, part.model.ids.shape[1]
+        self.is_first, self.small = part.entrance is None, part.model.small
+        every = [one for one in known(self.model) if one.outside or self._computes(one)]
+        self.plain, self.steps = ([one for one in every if one.steps == steps] for steps in (False, True))
+        mixing = (one for one in (*self.plain, *self.steps) if (one.sees or one.steps) and one.sees != ROWS)
+        self.mixing = [one for one in mixing if self._is_inside(one)]
+
+    def _computes(self, one: Alternative) -> bool:
+        return any(self.part.computes(layer, node) for layer in self.part.blocks for node in one.edits)
+
+    def _is_inside(self, one: Alternative) -> bool:
+        return self._computes(one) or (self.is_first and "embed" in one.outside)
+
+    def everywhere(self, one: Alternative, how: Schedule | None = None) -> Candidate:
+        """Return an alternative in all blocks of the part, perhaps in a text that is read in calls."""
+        if how is not None and how.which in (Which.FIRST, Which.LATER) and not one.sees:
+            (_, end), (_, last) = how.calls[0], how.calls[-1]
+            how = replace(how, calls=((0, end), (end, last)))  # it is the same in later calls of any length
+        one = one if how is None else scheduled(one, how)
+        return Candidate(tuple((one, n) for n in self.part.blocks) if one.edits else ((one, None),))
+
+    def singles(self) -> Iterator[Candidate]:
+        """Yield every fault alone, in the blocks of the part and in what surrounds them there; of a large model, rare faults
+        in all blocks alone."""
+        part, layers, several = self.part, self.model.config.n_layer, len(self.part.blocks) > 1
+        for one in self.plain:
+            begins, around = "embed" in one.outside, bool(one.outside)
+            inside, outside = self.everywhere(one), self.is_first if begins else part.is_last
+            if around and outside and not (one.edits and begins):
+                yield Candidate(((one, None),))
+            if one.edits and several:
+                yield inside
+            if one.edits and several and around and (self.is_first or not begins) and part.is_last:
+                yield replace(inside, sites=(*inside.sites, (one, None)))
+            if one.edits and part.is_last and self.is_first and self.small:
+                some = (group for group in scopes(layers) if one.shared or (len(group) > 1 and not one.rare))
+                yield from (Candidate(tuple((one, n) for n in group)) for group in some)
+            if one.edits and (not several or ((self.small or not one.rare) and not one.shared)):
+                yield from (Candidate(((one, n),)) for n in part.blocks)
+        if part.all_blocks:
+            yield from (Candidate(order=order) for order in orders(layers))
+
+    def in_steps(self, lengths: Iterable[int]) -> Iterator[Candidate]:
+        """Yield what shows only in single tokens behind a prompt of one of these lengths."""
+        some = [one for one in self.mixing if one.steps]
+        hows = (how for how in prompts(self.model) if how.calls[0][1] in lengths)
+        yield from (self.everywhere(one, how) for how in hows for one in some)
+
+    def since(self, token: int) -> list[Candidate]:
+        """Return every fault of a formula in the tokens from ``token`` on."""
+        how = Schedule(IN_STEPS.format(token), stepped(token, self.tokens), Which.LATER)
+        some = (one for one in (*self.plain, *standing(self.model)) if not (one.rare or one.shared) and self._is_inside(one))
+        return [self.everywhere(one, how) for one in some]
+
+    def until(self, token: int, some: Iterable[Alternative]) -> list[Candidate]:
+        """Return alternatives in a prompt of ``token`` tokens alone."""
+        how = Schedule(IN_PROMPT.format(token), stepped(token, self.tokens), Which.FIRST)
+        return [self.everywhere(one, how) for one in some if one.edits and not one.steps]
+
+
+class PartSearch:
+    """Looks for the one fault that explains a part; ``untried``: the kinds of faults of which not all were tried."""
+
+    def __init__(self, part: Part, progress: Progress = silent) -> None:
+        self.part, self.budget, self.progress = part, part.model.budget, progress
+        self.faults, self.small, self.wrong = Faults(part), part.model.small, part.wrong_tokens
+        self.untried: tuple[str, ...] = ()
+        self.bound = 2 * part.allowed(part.end) + SIEVED[self.small]
+        self.whole = Batch(part)
+        self.row = self.whole if self.small else Batch(part, 1)
+        self.few = self.row if self.small or not part.shows_all else Batch(part, 1, FEW)
+
+    def in_calls(self) -> Iterator[list[Candidate]]:
+        """Yield the faults in calls that may give a part, common ones first, until the budget is spent."""
+        for words, make in self._ways():
+            if words != SINGLE and not self.budget.spent:
+                yield self.nearest(make(), words)
+
+    def nearest(self, some: Iterable[Candidate], words: str = SINGLE) -> list[Candidate]:
+        """Return the candidates that may fit, the nearest first."""
+        return [one for _, one in sorted(self._near(some, words), key=lambda one: one[0])]
+
+    def fits(self) -> list[Fitting]:
+        """Return the candidates that explain the part, the simplest first."""
+        ways, ranked = [*self._ways()], list[tuple[float, Candidate]]()
+        for number, (words, make) in enumerate(ways):
+            ranked = sorted([*ranked, *self._near(make(), words)], key=lambda one: one[0])
+            if fits := self._confirmed(ranked[: MAX_CONFIRMED[self.small]]):
+                return fits
+            if self.budget.spent:
+                self.untried = tuple(dict.fromkeys(words for words, _ in ways[number:]))
+                return []
+        return []
+
+    def _ways(self) -> Iterator[tuple[str, Callable[[], Iterable[Candidate]]]]:
+        """Yield the faults that are tried one after the other, common ones first."""
+        if self.small:
+            yield SINGLE, self.faults.singles
+        else:
+            singles = [*self.faults.singles()]
+            for kind in sorted({(one.is_local, one.rare) for one in singles}):
+                yield SINGLE, partial(filter, lambda one, kind=kind: (one.is_local, one.rare) == kind, singles)
+        first = self.wrong[0] if self.wrong else 0
+        if self.small or first:
+            near = range(first - LAG, first + 1) if self.wrong else range(self.faults.tokens)
+            yield "caches", partial(self.faults.in_steps, near)
+        if first >= LATER:
+            yield f"faults from token {first} on", partial(self.faults.since, first)
+        if (self.small or len(self.part.blocks) == 1) and self.part.shows_all:
+            yield "faults of a text in several calls", partial(self._in_calls, first)
+
+    def _in_calls(self, first: int) -> Iterator[Candidate]:
+        """Yield faults of a text in several calls: in all of them, or in some; ``first``: the first wrong token.
+
+        What a call computes does not depend on later ones. So a fault must give the first call's tokens, then the first two's.
+        """
+        faults, giving = self.faults, Giving({(): self.faults.mixing})
+        for how in (*schedules(self.part.model), *prompts_in_chunks(self.part.model)):
+            end, prompt = how.calls[0][1], is_prompt(how)
+            if prompt and end >= LATER and end > first:
+                yield from faults.until(end, self._giving(how, 1, giving))
+            several = end > 1 and how.calls[1][1] > end + 1 and how.calls[-1][1] == how.calls[-1][0] + 1
+            for which in (Which.ALL, Which.SEVERAL)[: 1 + several]:  # chunks, and then single tokens
+                seen_in = replace(how, which=which)
+                inside = self._giving(seen_in, min(3, len(how.calls) - 1), giving)
+                yield from (faults.everywhere(one, seen_in) for one in inside if not (one.steps and prompt))
+        plain = {faults.everywhere(one): one for one in faults.plain if one.edits and not one.sees}
+        for some, values in self.whole.values([*plain]):  # of a prompt alone: of as many tokens as it gives
+            size = self.bound * self.whole.wanted.square().mean().sqrt()
+            right = ((values - self.whole.wanted).abs().amax(-1).flatten(1, -2).amax(1) <= size).cumprod(1).sum(1).tolist()
+            for one, length in zip(some, right, strict=True):
+                if max(first + 1, LATER) <= length < faults.tokens:
+                    yield from faults.until(length, [plain[one]])
+
+    def _giving(self, how: Schedule, count: int, giving: Giving) -> list[Alternative]:
+        """Return the alternatives that give the first row's tokens in the first ``count`` calls; ``giving``: by calls."""
+        key = tuple((*call, how.which.holds(*call)) for call in how.calls[:count])
+        if key not in giving:
+            some, tokens = self._giving(how, count - 1, giving), how.calls[count - 1][1]
+            if tokens > 1 and (count == 1 or len(some) > FEW_LEFT):
+                of = {self.faults.everywhere(one, None if count == 1 else how): one for one in some}
+                near = Batch(self.part, 1, tokens).errors([*of])
+                some = [of[one] for error, one in near if error <= 2 * self.bound + 1e-6]
+            giving[key] = some
+        return giving[key]
+
+    def _near(self, some: Iterable[Candidate], words: str) -> Iterator[tuple[float, Candidate]]:
+        """Yield the candidates that may fit with their errors, each on as many tokens as it needs; until the budget is spent."""
+        groups: dict[Batch, list[Candidate]] = {}
+        for one in some:
+            if one.program is not None:
+                sees = {two.sees for two, _ in one.sites}
+                batch = self.whole if ROWS in sees else self.row if TEXT in sees else self.few
+                groups.setdefault(batch, []).append(one)
+        most = math.inf if self.part.softmaxed else self.bound
+        rounded = max(most, self.part.right_errors[self.part.end] / BETTER)  # it may leave a few numbers as they are
+        for batch, group in groups.items():
+            self.progress(f"{self.part.end}: {len(group)} {words}")
+            near = batch.errors(group)
+            yield from ((error, one) for error, one in near if error <= most or (error <= rounded and one.rounds))
+
+    def _confirmed(self, nearest: list[tuple[float, Candidate]]) -> list[Fitting]:
+        """Return the candidates that fit exactly, of GPT-2 itself with another head and the nearest.
+
+        What may fit because it rounds numbers is computed exactly, which takes long, only where nothing nearer fits.
+        """
+        near = [one for error, one in nearest if error <= self.bound or self.part.softmaxed]
+        tried, fits = [self.part.fit(Candidate())], list[Fitting]()
+        for candidates in (near, [one for _, one in nearest[len(near) :]]):
+            for one in candidates:
+                if len(tried) <= LATE_CONFIRMED or not self.budget.spent:
+                    tried.append(self.part.fit(one))
+            found = [fit for fit in tried if fit is not None]
+            tight = [fit for fit in found if fit.error <= max(map(self.part.allowed, self.part.shown))]
+            some = tight or sorted(found, key=lambda fit: fit.error)[:1]
+            tied = [fit for fit in some if all(fault.id != "untied-head" for fault in fit.candidate.head)]
+            fits = sorted(tied or some, key=lambda fit: (fit.candidate.order_of_naming, fit.error))  # free weights hide faults
+            if tight and tied:
+                break
+        return fits
