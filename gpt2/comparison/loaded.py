@@ -79,11 +79,9 @@ class Loaded:
             beyond = logits[..., self.vocab :].float().logsumexp(-1)
             self.unnamed += float((beyond - logits.float().logsumexp(-1)).exp().sum())
             logits = logits[..., : self.vocab]
-        if not isinstance(self.side, CheckpointSide) and (bad := int((~logits.isfinite()).sum())):
+        if not isinstance(self.side, CheckpointSide) and (bad := int((~logits.isfinite()).sum())):  # theirs name the weights
             which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
-            raise InputError(
-                f"{self.side.name}: {which}; {self.side.advice}"
-            )  # of ours, and transformers', the weights are named
+            raise InputError(f"{self.side.name}: {which}; {self.side.advice}")
         return logits
 
     def floor(self, ids: Tensor, *dtypes: torch.dtype | None) -> Floor | None:

@@ -138,8 +138,6 @@ def _recorded(recorded: Sequence[Side], sides: Sequence[Side], settings: Setting
     for side in sides:
         if side.tokenizer is not None and recording.tokenizer not in (None, side.tokenizer.fingerprint):
             raise InputError(f"{first.name}: was saved with another tokenizer than {side.name}'s, so its ids are other words")
-        if side.vocab_size is not None and int(recording.ids.max()) >= side.vocab_size:
-            raise InputError(f"{first.name}: holds ids beyond the {side.vocab_size:,} of {side.name}; compare one model's files")
         if side.n_positions is not None and side.n_positions < recording.windows.context:
             what = f"predicts from {recording.windows.context:,} tokens, and {side.name} has {side.n_positions:,} positions"
             raise InputError(f"{first.name}: {what}; save it with a context that both have")
