@@ -62,24 +62,18 @@ class Anatomy:
 
     def _layers(self) -> tuple[list[int], list[int]]:
         """Number the attentions and the feed-forwards as they run, or by the parameters' names, if some are unused or absent."""
-        order = list(range(max(len(self.attentions), len(self.feed_forwards))))
-        names, others = ([self.recording.name(one.weight) for one in some] for some in (self.attentions, self.feed_forwards))
-        pattern = re.sub(r"\d+", "#", names[0])
+        names = [[self.recording.name(one.weight) for one in some] for some in (self.attentions, self.feed_forwards)]
+        patterns = {re.sub(r"\d+", "#", name) for some in names for name in some}
         unused = [source.name for source in self.recording.sources if source.storage not in self.recording.uses]
-        idle = [name for name in unused if re.sub(r"\d+", "#", name) == pattern]
-        if any(re.sub(r"\d+", "#", name) != pattern for name in names):
-            return order, order
-        for runs, left in zip(_numbers(names), _numbers(idle), strict=True) if idle else ():  # try each number in the names
-            first = min(*runs, *left)
-            if list(runs) == sorted(set(runs)) and sorted(runs + left) == list(range(first, first + len(runs + left))):
-                layers = [number - first for number in runs]
-                return layers, layers
-        prefix = re.split(r"\d", names[0])[0]
-        if not idle and others and all(re.match(rf"{re.escape(prefix)}\d", name) for name in others):
-            both = [[int(re.findall(r"\d+", name)[0]) for name in some] for some in (names, others)]
-            rising = all(some == sorted(set(some)) for some in both)
-            if rising and set(both[0]) & set(both[1]) and min(both[0] + both[1]) == 0:  # a block has one number
-                return both[0], both[1]
+        names.append([name for name in unused if re.sub(r"\d+", "#", name) in patterns])
+        numbers = [[[int(number) for number in re.findall(r"\d+", name)] for name in some] for some in names]
+        for at in range(min(len(each) for some in numbers for each in some)):
+            runs, others, idle = ([each[at] for each in some] for some in numbers)
+            every, first = {*runs, *others, *idle}, min(runs + others + idle)
+            rising = all(some == sorted(set(some)) for some in (runs, others))
+            if rising and len(every) == max(every) + 1 - first and (not others or {*runs} & {*others}):  # a block has one number
+                return [number - first for number in runs], [number - first for number in others]
+        order = list(range(max(len(self.attentions), len(self.feed_forwards))))
         return order, order
 
     def _place(
@@ -154,11 +148,6 @@ class Anatomy:
                     self.parts.append(vector(f"{part}.{kind}", layer, ids, norm.places))
         nodes = {norm.at for *_, norm in placed}
         self.extra_norms = [norm for norm in in_order if norm.at not in nodes]
-
-
-def _numbers(names: list[str]) -> list[tuple[int, ...]]:
-    """Return the first numbers of all names, the second numbers, and so on."""
-    return list(zip(*([int(n) for n in re.findall(r"\d+", name)] for name in names), strict=True))
 
 
 def _outer_sums(node: Node, results: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
