@@ -55,7 +55,7 @@ def test_every_port_that_load_into_fills_comes_back_bit_for_bit(name: str, sizes
     port, config = PORTS[name], CONFIGS[sizes]
     module, state = filled(port, config)
     found = checkpoint_of(module)
-    rows, multiple = int(port.room * config.n_positions) + POSITIONS.get(name, 0), PADDED.get(name, 1)
+    rows, multiple = config.n_positions + POSITIONS.get(name, 0), PADDED.get(name, 1)
     wanted = {"vocab_size": -(-config.vocab_size // multiple) * multiple, "n_positions": rows, "bos_token_id": None}
     assert found.config == replace(config, **wanted, eos_token_id=None)
     assert found.dtype == (torch.float64 if name in FLOAT64 else torch.float32)

@@ -19,7 +19,7 @@ from gpt2.port.anatomy.stream import NotGPT2, Stream
 
 
 @dataclass(frozen=True)
-class Head:
+class AttentionHead:
     """One attention head: ids (K,) of its queries, keys, values and weighted sums; ``all_places`` has them for all tokens.
 
     ``alone``: it has one key for the last token, and not those of other heads beside it.
@@ -54,7 +54,7 @@ class Branch:
     normed: bool
     ups: list[int] = field(default_factory=list)
     downs: list[int] = field(default_factory=list)
-    heads: list[Head] = field(default_factory=list)
+    heads: list[AttentionHead] = field(default_factory=list)
     times: int = 1  # how often it runs
     layer: int = -1  # the block's number in the checkpoint
 
@@ -120,7 +120,7 @@ class Branches:
         self._inputs = {number: origins for number, origins in self._inputs.items() if number not in numbers}
         return {int(self.flow.first_weights(self.flow.results(number)[:1])) for number in numbers}
 
-    def _heads(self) -> Iterator[Head]:
+    def _heads(self) -> Iterator[AttentionHead]:
         all_votes = sum(self.flow.votes.values())
         for number, (scores, values) in self.flow.mixes.items():
             mixed, node = self.flow.results(number), self.flow.nodes[number]
@@ -136,7 +136,7 @@ class Branches:
                 factors = (a, b) if (self.flow.votes[number] or all_votes) >= 0 else (b, a)
                 q, k = (self._each_of_pairs(factor[product.place(torch.tensor(score))]) for factor in factors)
                 if self.flow.is_projection(self.flow.owner(q)):
-                    yield Head(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)), alone)
+                    yield AttentionHead(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)), alone)
 
     def _each_of_pairs(self, ids: Tensor) -> Tensor:
         """Return the origins of queries or keys ``ids`` (K,), each once, although rotary positions mix them in pairs.

@@ -31,16 +31,14 @@ CONFIGS = {"tiny": hf_layouts.TINY, "apart": CONFIG, "alike": ALIKE}
 class Port:
     """A port and its properties for the tests.
 
-    ``lacks`` are the families of the checkpoint's table without a place in the port; ``room`` is the number of tokens that it
-    takes, as a fraction of the checkpoint's positions; ``exact`` is false if it stores other numbers than the checkpoint's;
-    ``spare`` is a part of the names of parameters that are not in GPT-2 and have no effect. ``home`` is its module within
-    tests/support, and ``options`` go to that module's `build`.
+    ``lacks`` are the families of the checkpoint's table without a place in the port; ``exact`` is false if it stores other
+    numbers than the checkpoint's; ``spare`` is a part of the names of parameters that are not in GPT-2 and have no effect.
+    ``home`` is its module within tests/support, and ``options`` go to that module's `build`.
     """
 
     name: str
     description: str
     lacks: tuple[str, ...] = ()
-    room: float = 1.0
     exact: bool = True
     spare: str = ""
     home: str = ""
@@ -49,7 +47,7 @@ class Port:
     @property
     def complete(self) -> bool:
         """Whether it can hold the whole checkpoint unchanged."""
-        return not self.lacks and self.room == 1
+        return not self.lacks
 
     @property
     def module(self) -> ModuleType:
@@ -67,9 +65,8 @@ class Port:
         self.module.fill(module, named_parts(state))
 
     def some_ids(self, config: GPT2Config, batch: int) -> Tensor:
-        """Random ids (B, T); T is the largest number of tokens that both the port and the checkpoint take."""
-        length = int(self.room * config.n_positions)
-        return torch.randint(config.vocab_size, (batch, length), generator=torch.Generator().manual_seed(1))
+        """Random ids (B, T) of a whole context."""
+        return torch.randint(config.vocab_size, (batch, config.n_positions), generator=torch.Generator().manual_seed(1))
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """The tensors that the checkpoint fills: the parameters, or the floating-point buffers of a module without parameters."""
@@ -114,7 +111,6 @@ _PORTS = (
     Port("frozen", "weights are buffers, no parameters"),
     Port("centred", "norms store their distance from one; matrices and positions are scaled when they are used", exact=False),
     # These cannot hold all of the checkpoint.
-    Port("short", "half the positions", room=0.5),
     Port("bare", "nano without biases, in norms too", (*ALL_BIASES, "ln_f.bias"), home="ports.nano", options={"bias": False}),
     Port("lecture", "heads without biases", (QKV_BIAS,), home="faulty.heads", options={"faults": Faults("no-qkv-bias")}),
     Port("no_out_bias", "fused without a bias", (OUT_BIAS,), home="faulty.fused", options={"faults": Faults("no-out-bias")}),
