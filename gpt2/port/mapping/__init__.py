@@ -75,7 +75,7 @@ def load_into(
         borrowed.to_float64()
         remarks.notes += overwritten(borrowed, mapping)
         filled = fill(borrowed, mapping, state)
-        rows = tuple(one.row for one in filled if one.row is not None)
+        rows = tuple(row for _, row, _ in filled if row is not None)
         remarks.left_over(filled)
         verdict = check.judge(borrowed, remarks)
         remarks.settle(verdict.agrees)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,17 +16,8 @@ from gpt2.port.recording.forward import Borrowed
 MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
 
 
-@dataclass(frozen=True)
-class Filled:
-    """The result of filling one parameter: the report's ``row`` (None if nothing was written), and whether it is ``complete``."""
-
-    source: Source
-    row: MappingRow | None
-    complete: bool
-    words: str
-
-
-def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) -> list[Filled]:
+def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) -> list[tuple[Source, MappingRow | None, str]]:
+    """Fill every parameter; return its row of the report, None if nothing was written, and what was done if a part is left."""
     results = []
     for source in mapping.sources:
         entries = mapping.entries(source)
@@ -40,7 +30,7 @@ def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) ->
             change = f", less {use.shift:.4g}" if use.shift else ""
             change += f", divided by {use.scale:.4g}" if use.scale != 1 else ""
             row = MappingRow(source.name, source.region.shape, names, words + change)
-        results.append(Filled(source, row, low != KEEP, words))
+        results.append((source, row, words if low == KEEP else ""))
     return results
 
 

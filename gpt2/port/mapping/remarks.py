@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import layer as layer_of
 from gpt2.port.mapping.departures import missing_entries, other_sizes, rows_apart, structural_causes, vocabulary
-from gpt2.port.mapping.filling import Filled
 from gpt2.port.mapping.mapping import WeightMap
+from gpt2.port.mapping.report import MappingRow
 from gpt2.port.recording.dataflow import Source
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place, forward_rank
@@ -88,11 +88,11 @@ class Remarks:
                     self.neutral[name] = missing.neutral
         return causes
 
-    def left_over(self, filled: list[Filled]) -> None:
+    def left_over(self, filled: list[tuple[Source, MappingRow | None, str]]) -> None:
         """Report the parameters that were not filled, not completely filled, or used in two ways."""
-        for one in filled:
-            if not one.complete and one.source.name not in self.unfilled:
-                self._left_out(one.source, one.row is None, one.words)
+        for source, row, left in filled:
+            if left and source.name not in self.unfilled:
+                self._left_out(source, row is None, left)
         alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights
         for conflict in self.mapping.conflicts:
             if not torch.equal(*(self.mapping.values(some, self.state) for some in (conflict.taken, conflict.refused))):
