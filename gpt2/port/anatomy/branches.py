@@ -92,8 +92,6 @@ class Branches:
                 effect, parameters = touch.effect, touch.ids[index]
                 if effect is Effect.OTHER or (effect is Effect.ADD and touch.before is not StreamState.NORMED):
                     continue
-                if met and torch.equal(met[-1][1].get(effect, ids[:0]), parameters):
-                    continue  # the same parameters again: x * s + (b - mean * s)
                 if not met or effect in met[-1][1] or effect is Effect.ADD:  # backwards, the shift comes first
                     met.append((number, {}))
                 met[-1] = number, {**met[-1][1], effect: parameters}
