@@ -47,6 +47,8 @@ class Vocabularies:
     """
 
     verdict: str
+    entries_a: int | None
+    entries_b: int | None
     differing: int
     examples: tuple[tuple[int, str | None, str | None], ...]
     parting: Parting | None = None  # on the scored text
@@ -93,7 +95,7 @@ class Compatibility:
 def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None, ids: Tensor | None = None) -> Vocabularies:
     """Compare two tokenizers entry by entry, and on the text of a's ``ids``; without a tokenizer a model uses its partner's."""
     if a is None or b is None:
-        return Vocabularies("none", 0, ())
+        return Vocabularies("none", a.n_vocab if a else None, b.n_vocab if b else None, 0, ())
     differing = [index for index in range(max(a.n_vocab, b.n_vocab)) if _entry(a, index) != _entry(b, index)]
     examples = tuple((index, _text(_entry(a, index)), _text(_entry(b, index))) for index in differing[:5])
     if differing:
@@ -102,7 +104,7 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None, ids: Tensor |
     else:
         verdict = "equal" if a.fingerprint == b.fingerprint else "merges"
     parting = first_parting(a, b, a.decode(ids.tolist())) if ids is not None and verdict != "equal" else None
-    return Vocabularies(verdict, len(differing), examples, parting, _rules(a, b))
+    return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples, parting, _rules(a, b))
 
 
 def _rules(a: Tokenizer, b: Tokenizer) -> tuple[tuple[str, str, str], ...]:

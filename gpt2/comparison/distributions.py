@@ -56,13 +56,15 @@ class Change:
 class Distributions:
     """The comparison of two models' distributions on one text.
 
-    ``ratio`` is b's perplexity over a's, ``bits`` b's bits per byte minus a's, paired token by token. ``only_a`` is the
-    probability that a gives to entries that b lacks, on average: KL(a||b) is infinite where it is above 0.
+    ``ratio`` is b's perplexity over a's, ``bits`` b's bits per byte minus a's, ``difference`` the mean log-probability under b
+    minus that under a (ratio = exp(-difference)), all paired token by token. ``only_a`` is the probability that a gives to
+    entries that b lacks, on average: KL(a||b) is infinite where it is above 0.
     """
 
     a: Language
     b: Language
     ratio: Estimate
+    difference: Estimate
     bits: Estimate
     kl_ab: Divergence
     kl_ba: Divergence
@@ -86,12 +88,14 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
     change = tokens.change
     squares = change.square()
     rms = bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt())
-    bits = -gain(tokens.logp_a, tokens.logp_b) / math.log(2)
+    gained = gain(tokens.logp_a, tokens.logp_b)
+    bits = -gained / math.log(2)
     per_byte = bootstrap.interval((bits.sum() / lengths.sum()).item(), bootstrap.means(bits, lengths))
     return Distributions(
         a=language(tokens.logp_a, lengths, tokens.windows, bootstrap),
         b=language(tokens.logp_b, lengths, tokens.windows, bootstrap),
         ratio=perplexity_ratio(tokens.logp_a, tokens.logp_b, bootstrap),
+        difference=bootstrap.mean(gained),
         bits=per_byte,
         kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
         kl_ba=_divergence(tokens.kl_ba, tokens.index, bootstrap),

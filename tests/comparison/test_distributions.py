@@ -197,7 +197,7 @@ def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
     assert torch.equal(got.top_p_a, got.top_p_b)
     found = summarise(got, torch.ones(vocab))
     zero, one = {"value": 0.0, "low": 0.0, "high": 0.0}, {"value": 1.0, "low": 1.0, "high": 1.0}
-    for figure in (found.kl_ab.mean, found.kl_ba.mean, found.js.mean, found.change.mean, found.change.rms):
+    for figure in (found.kl_ab.mean, found.kl_ba.mean, found.js.mean, found.difference, found.change.mean, found.change.rms):
         assert asdict(figure) == zero
     assert asdict(found.ratio) == one
     assert found.same_top.value == 1.0
@@ -355,10 +355,11 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
         assert side.bits_per_byte.value == pytest.approx(-np.log2(np.e) * logp.sum() / n_bytes, rel=1e-13)
         assert side.bits_per_byte.low < side.bits_per_byte.value < side.bits_per_byte.high
     assert got.ratio.value == pytest.approx(got.b.score.perplexity / got.a.score.perplexity, rel=1e-13)
+    assert got.difference.value == pytest.approx((logp_b - logp_a).mean(), rel=1e-12)
     more_bits = got.b.bits_per_byte.value - got.a.bits_per_byte.value
     assert got.bits.value == pytest.approx(more_bits, rel=1e-11)
     assert got.bits.low < got.bits.value < got.bits.high
-    assert got.ratio.low < got.ratio.value < got.ratio.high
+    assert (got.ratio.low, got.ratio.high) == pytest.approx((math.exp(-got.difference.high), math.exp(-got.difference.low)))
     for divergence, values in ((got.kl_ab, tokens.kl_ab), (got.kl_ba, tokens.kl_ba), (got.js, tokens.js)):
         assert divergence.mean.value == pytest.approx(values.numpy().mean(), rel=1e-13)
         assert list(divergence.percentiles) == ["50", "90", "95", "99", "99.9"]
@@ -400,6 +401,7 @@ def test_infinite_figures_stay_infinite():
     assert (got.b.score.perplexity, got.b.perplexity.high, got.ratio.value) == (INF, INF, INF)
     assert math.isfinite(got.b.perplexity.low)  # 64 % of resamples contain that block, so the 2.5 % quantile is finite
     assert math.isfinite(got.a.perplexity.high)
+    assert got.difference.value == -INF
 
 
 # Intervals
