@@ -23,15 +23,24 @@ assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05", "07", "08")]  # these train
 SHORTER = {  # a reader's run, and a test's, which shows the same
     "STEPS = 500": "STEPS = 250",
-    "STEPS = 320": "STEPS = 240",
+    "STEPS // 10": "STEPS // 2",  # points of a curve that is drawn
+    "STEPS = 320": "STEPS = 200",
+    "len(learned) - T, (32, 1)": "len(learned) - T, (16, 1)",
+    '"macbeth")[:4_000]': '"macbeth")[:2_000]',  # a text half as long is learnt by heart as soon
+    "everything[2_000:]": "everything[1_000:]",
+    "everything[:2_000]": "everything[:1_000]",
+    "    recipe = read(recipe, [*TEXT,": """
+    (folder / "part.txt").write_text(learned_from[-600_000:] + judged_on)
+    part = f"data.path={folder / 'part.txt'}", f"data.held_out={len(judged_on) / (600_000 + len(judged_on)):.12f}"
+    recipe = read(recipe, [*part,""",  # a seventh of the text is read and cut into tokens sooner
     "steps=1000": "steps=125",
     'steps=500", "eval_every=100': 'steps=110", "eval_every=110',
     'steps=200", "eval_every=40': 'steps=40", "eval_every=40',
     'steps=90", "batch_size=4", "eval_every=18': 'steps=10", "batch_size=4", "eval_every=10',
     'steps=260", "eval_every=52': 'steps=104", "eval_every=104',
     'steps=184", "eval_every=46': 'steps=61", "eval_every=61',
-    "patience=4": "patience=2",
-    'steps=120", "eval_every=40': 'steps=60", "eval_every=30',
+    '"patience=4"': '"patience=2", "batch_size=8"',
+    'steps=120", "eval_every=40': 'steps=40", "eval_every=20',
     "for n in range(4)": "for n in range(1)",  # runs that are timed
 }
 EXERCISE = "exercise"  # the tag of a cell that checks a reader's answer
