@@ -33,7 +33,7 @@ def assert_same(
     """
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
-    from gpt2.comparison.pairs import compare_sides
+    from gpt2.comparison.pairs import Saved, compare_sides
     from gpt2.comparison.results import Comparison
     from gpt2.comparison.settings import Settings
 
@@ -41,7 +41,7 @@ def assert_same(
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
     least = {name for name, metric in METRICS.items() if metric.least}
     gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
-    comparison = compare_sides((a, b), (None, None), Settings(on=on, tokens=tokens, cases=cases))
+    comparison = compare_sides([Saved(a), Saved(b)], Settings(on=on, tokens=tokens, cases=cases))
     assert isinstance(comparison, Comparison)
     judged = [gate.judge(comparison) for gate in gates]
     if met := [str(each) for each in judged if each.met]:

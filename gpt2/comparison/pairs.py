@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 
@@ -40,15 +41,22 @@ HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; whe
 TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
 
 
-def compare_sides(models: Sequence[str | GPT2], steps: Sequence[int | None], settings: Settings) -> Comparison | Comparisons:
+class Saved(NamedTuple):
+    """A model; ``step`` is that of a checkpoint of a training run."""
+
+    model: str | GPT2
+    step: int | None = None
+
+
+def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | Comparisons:
     """Compare the first side with each other one: two in every part, of several what tells which is best.
 
-    Arguments and errors are those of :func:`gpt2.comparison.run.compare`; ``steps`` are a training run's. Of several, one model
-    is in memory at a time, and the first beside it where its logits are too many to keep.
+    Errors are those of :func:`gpt2.comparison.run.compare`. Of several, one model is in memory at a time, and the first beside it
+    where its logits are too many to keep.
     """
     started, several, seed = time.perf_counter(), len(models) > 2, settings.seed
     parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
-    sides = open_sides(*models, settings=settings)
+    sides = open_sides(*(each.model for each in models), settings=settings)
     for side in sides:
         require_head(side.vocab_size or 0, side, sides)  # of a recording
     passage, env = open_passage(sides, settings), environment_of(sides)
@@ -76,9 +84,10 @@ def compare_sides(models: Sequence[str | GPT2], steps: Sequence[int | None], set
     if several:
         heads = Compatibility((), fits[0].vocabularies, heads_left_out(first.side))
         whole = Pair(a, first.side.size, first.speed, own, heads, last_words, (logp, logp))
-        each = zip((whole, *pairs), (first, *others), steps, strict=True)
+        each = zip((whole, *pairs), (first, *others), models, strict=True)
         candidates = tuple(
-            replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=step) for pair, side, step in each
+            replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
+            for pair, side, saved in each
         )
         ranking, spent = _ranking(candidates, seed), sum(each.seconds for each in (first, *others))
         seconds = time.perf_counter() - started

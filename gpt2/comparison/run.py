@@ -6,13 +6,12 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, cast, overload
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.many_results import Comparisons
-from gpt2.comparison.pairs import compare_sides
+from gpt2.comparison.pairs import Saved, compare_sides
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.config import number
@@ -74,7 +73,7 @@ def compare_named(given: Sequence[Given], settings: Settings) -> Comparison | Co
     models = [saved for each in known for saved in ([Saved(each)] if isinstance(each, GPT2) else with_checkpoints(each))]
     if len(models) > 2 and changed(settings, "threshold", "blame", "save", "cases"):
         raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
-    return compare_sides([each.model for each in models], [each.step for each in models], settings)
+    return compare_sides(models, settings)
 
 
 def _model(given: object) -> str | GPT2:
@@ -89,14 +88,6 @@ def _model(given: object) -> str | GPT2:
         return name
     how = MODULES if hasattr(given, "forward") else TEXTS
     raise InputError(f"compare takes models, GPT2 or their names, and was given {type(given).__name__}; {how}")
-
-
-@dataclass(frozen=True)
-class Saved:
-    """One checkpoint of a run; ``step`` is None for a model that is no checkpoint of one."""
-
-    model: str | GPT2
-    step: int | None = None
 
 
 def with_checkpoints(name: str) -> tuple[Saved, ...]:
