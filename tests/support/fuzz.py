@@ -73,13 +73,9 @@ def damaged(pick: random.Random, data: bytes, other: bytes) -> bytes:
         return changed_archive(pick, data, other)
     result = bytearray(data)
     for _ in range(pick.choice([1, 1, 1, 2, 5])):
-        at = pick.randrange(
-            min(len(result), pick.choice([64, 2000, 1 << 30])) + 1
-        )  # most of what can lie stands at the beginning
-        width = pick.choice([1, 2, 4, 8])
-        number = (pick.choice([*NUMBERS, pick.randrange(256), result[min(at, len(result) - 1)] + 1]) % 256**width).to_bytes(
-            width, "little"
-        )
+        at = pick.randrange(min(len(result), pick.choice([64, 2000, 1 << 30])) + 1)  # most that can lie is at the beginning
+        width, next_one = pick.choice([1, 2, 4, 8]), sum(result[at : at + 1]) + 1
+        number = (pick.choice([*NUMBERS, pick.randrange(256), next_one]) % 256**width).to_bytes(width, "little")
         start, length = pick.randrange(len(other)), pick.choice([1, 5, 30, 300])
         match pick.randrange(5):
             case 0 | 1:
