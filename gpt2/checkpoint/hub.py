@@ -240,10 +240,15 @@ def hashes_of(stream: io.BufferedReader | io.BytesIO) -> tuple[str, str, str]:
 
 
 def _discard(file: Path) -> None:
-    """Remove a snapshot's entry and its blob; never what a blob links to."""
-    blob = file.parent / os.readlink(file) if file.is_symlink() else file
-    for each in (file, blob) if blob.parent.name == "blobs" else (file,):
-        each.unlink(missing_ok=True)
+    """Remove a snapshot's entry and its blob; never a file outside of the cache, even if the blob links to it."""
+    from huggingface_hub import constants
+
+    links, top = [file], Path(constants.HF_HUB_CACHE).resolve()
+    while links[-1].is_symlink():
+        links.append(links[-1].parent / os.readlink(links[-1]))
+    for each in links:
+        if each.parent.resolve().is_relative_to(top):
+            each.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

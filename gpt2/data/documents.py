@@ -92,7 +92,11 @@ def _inside(folder: Path) -> Iterator[Path]:
 
     for root, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
+        try:
+            yield from (file for name in names if not name.startswith(".") and (file := Path(root, name)).is_file())
+        except PermissionError as error:  # names can be listed, and files not opened
+            error.filename = root
+            refuse(error)
 
 
 def size(paths: Iterable[Path]) -> int:

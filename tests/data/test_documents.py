@@ -65,9 +65,12 @@ def test_files_come_in_the_order_of_their_names_and_nothing_hidden(tmp_path):
     assert files(str(tmp_path / "**/*.txt")) == [tmp_path / "b/a.txt", tmp_path / "b/z.txt"]
 
 
-def test_a_folder_within_that_cannot_be_read_is_refused(tmp_path, monkeypatch):
-    """Its texts were left out in silence: a model trained on half of the data."""
-    (tmp_path / "closed").mkdir(mode=0)
+@pytest.mark.parametrize("mode", [0, 0o444])
+def test_a_folder_within_that_cannot_be_read_is_refused(tmp_path, monkeypatch, mode):
+    """Its texts were left out in silence. Nothing can be listed; or names can, and no file be opened."""
+    (tmp_path / "closed").mkdir()
+    (tmp_path / "closed" / "a.txt").write_text("x")
+    (tmp_path / "closed").chmod(mode)
     tmp_path.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     user = os.geteuid()
