@@ -39,7 +39,7 @@ SHORTER = {  # a reader's run, and a test's, which shows the same
     'steps=90", "batch_size=4", "eval_every=18': 'steps=10", "batch_size=4", "eval_every=10',
     'steps=260", "eval_every=52': 'steps=104", "eval_every=104',
     'steps=184", "eval_every=46': 'steps=61", "eval_every=61',
-    '"patience=4"': '"patience=2", "batch_size=8"',
+    '"patience=4"': '"patience=2", "batch_size=4"',
     'steps=120", "eval_every=40': 'steps=40", "eval_every=20',
     "for n in range(4)": "for n in range(1)",  # runs that are timed
 }
