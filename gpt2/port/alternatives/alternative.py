@@ -71,9 +71,8 @@ class Alternative:
     names, with " q", " k" or " v" behind one for a third of c_attn; by default, that of each node. ``also``: further causes with
     words, if it is several mistakes at once. ``fix``: the corrected line, if not the cause's. ``rare``: tried behind what is not.
     ``shared``: of code that all blocks share, so not in one alone. ``sees``: what a token's value may depend on beside earlier
-    tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a block, by its number.
-    ``steps``: it is one of a text that is read in several calls; ``at_once``: it shows in the first of them as well.
-    ``key``: what tells it from another one of the same words.
+    tokens: TEXT or ROWS. ``silent``: whether it changes nothing in a block, by its number. ``steps``: it
+    shows only in a text that is read in several calls. ``key``: what tells it from another one of the same words.
     """
 
     id: str
@@ -87,7 +86,6 @@ class Alternative:
     sees: str = ""
     silent: Callable[[int], bool] | None = None
     steps: bool = False
-    at_once: bool = False
     key: str = ""
 
     def __eq__(self, other: object) -> bool:

@@ -95,7 +95,7 @@ def masks(model: Model) -> Iterator[Alternative]:
         words = f"masked scores become {fill:g}, which softmax gives a share, instead of minus infinity"
         yield _weighed("mask-multiplied", words.replace("become 0,", "become zero,"), _seeing(CAUSAL, fill))
     for words, mask in IN_CALLS.items():
-        yield _weighed("cache-inconsistent", words, _seeing(mask), steps=True, at_once=ahead(mask))
+        yield _weighed("cache-inconsistent", words, _seeing(mask), steps=True)
     fix = f"{MASKED}  # no window: a token sees all tokens before it"
     for size in lengths(model, MOST_WINDOW):
         words = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"

@@ -43,10 +43,10 @@ OTHER_ROWS: dict[str, tuple[Rows, str]] = {
     f"{BY} token id, not by position, modulo its length": (lambda ids, room: ids % room, ""),
     f"{BY} the row of the batch, not by position": (lambda ids, room: _numbers(ids.t()).t().clamp(max=room - 1), ROWS),
 }
-# Positions that go wrong in later calls, from a call's first token and the one behind its last; whether the first call shows it.
-IN_CALLS: dict[str, tuple[Callable[[int, int], Tensor], bool]] = {
-    "begin anew in each call": (lambda a, e: torch.arange(e - a), False),
-    "are that of the call's first token": (lambda a, e: torch.full((e - a,), a), True),
+# Positions that go wrong in later calls, from a call's first token and the one behind its last.
+IN_CALLS: dict[str, Callable[[int, int], Tensor]] = {
+    "begin anew in each call": lambda a, e: torch.arange(e - a),
+    "are that of the call's first token": lambda a, e: torch.full((e - a,), a),
 }
 
 
@@ -84,10 +84,10 @@ def positions(model: Model) -> Iterator[Alternative]:
             also = (("embedding-scaled", f"{scaled} are multiplied by {root:.6g} (sqrt(n_embd) = {root:.6g})"),) if scaled else ()
             embed: Formula = lambda c, s, f=what, t=tokens, p=both: t * _tokens(c) + p * f(c)  # noqa: E731
             yield Alternative(id, words, {"embed": embed}, "wpe", also, sees=sees, rare=bool(also))
-    for words, (at, at_once) in IN_CALLS.items():
+    for words, at in IN_CALLS.items():
         embed = lambda c, s, at=at: embedding(c, at(c.begin, c.end).clamp(max=room - 1))  # noqa: E731
         words = f"positions {words}"
-        yield Alternative("position-offset", words, {"embed": embed}, "wpe", fix=AFTER, steps=True, at_once=at_once)
+        yield Alternative("position-offset", words, {"embed": embed}, "wpe", fix=AFTER, steps=True)
 
 
 def _tokens(c: Site) -> Tensor:
