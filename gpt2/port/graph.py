@@ -301,6 +301,12 @@ def _heads(node: str) -> Formula:
     return lambda c, s: split(s[source], c.config.n_head)
 
 
+def embedding(c: Site, rows: Tensor | slice | None = None) -> Tensor:
+    """Return token embeddings and rows (t,) of the position table; GPT-2's own if None."""
+    call = slice(c.begin, c.end)
+    return c.model.state["wte.weight"][c.model.ids[:, call]] + c.model.state["wpe.weight"][call if rows is None else rows]
+
+
 RIGHT: dict[str, Formula] = {
     "ln_1": lambda c, s: c.norm(s["x"], "ln_1"),
     **{node: _linear(node) for node in THIRDS},
@@ -316,18 +322,6 @@ RIGHT: dict[str, Formula] = {
     "mlp.act": lambda c, s: ACTIVATIONS[c.config.activation_function](s["mlp.c_fc"]),
     "mlp.c_proj": _linear("mlp.c_proj"),
     "": lambda c, s: s["mid"] + s["mlp.c_proj"],
-}
-
-
-def embedding(c: Site, rows: Tensor | None = None) -> Tensor:
-    """Return token embeddings and rows (t,) of the position table; GPT-2's own if None."""
-    table = c.model.state["wpe.weight"]
-    return c.model.state["wte.weight"][c.model.ids[:, c.begin : c.end]] + (
-        table[c.begin : c.end] if rows is None else table[rows]
-    )
-
-
-RIGHT |= {
     "embed": lambda c, s: embedding(c),
     "ln_f": lambda c, s: c.norm(s["x"], "ln_f"),
     "head": lambda c, s: c.model.table,
