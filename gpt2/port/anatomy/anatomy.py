@@ -106,6 +106,8 @@ class Anatomy:
         for number in branch.downs:
             results = self.flow.results(number)
             self._place(f"{branch.part}.c_proj", branch.layer, results, self.stream.coordinates(results), number_inputs)
+            if number in self.stream.late_biases:
+                self.parts.append(vector(f"{branch.part}.c_proj.bias", branch.layer, *self.stream.late_biases[number]))
 
     def _place_attention(self, branch: Branch) -> None:
         units = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}

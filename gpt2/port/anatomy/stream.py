@@ -47,14 +47,15 @@ def vector(part: str, layer: int | None, ids: Tensor, places: Tensor) -> ModelPa
 class Stream:
     """The residual stream: its ``width``, the token embedding ``words``, and ``positions`` or None.
 
-    ``biases``: a table of :class:`Flow` with the parameter added to each projection result. Coordinates are those
-    of the token embedding.
+    ``biases``: a table of :class:`Flow` with the parameter added to each projection result. ``late_biases``: by projection, the
+    parameters added to the stream right after it, and their coordinates. Coordinates are those of the token embedding.
     """
 
     def __init__(self, flow: Flow) -> None:
         self.flow, self.recording = flow, flow.recording
         self.positions: ModelPart | None = None
         self.biases = flow.blank()
+        self.late_biases: dict[int, tuple[Tensor, Tensor]] = {}
         self._coordinates = flow.blank()  # by origin
         self._read_tables()
         self._read_additions()
@@ -137,6 +138,8 @@ class Stream:
             if touch.before is StreamState.PROJECTED and self.flow.is_projection(self.flow.owner(origins)):
                 free = self.flow.at(self.biases, origins) < 0
                 self.flow.put(self.biases, origins[free], ids[free])
+            elif touch.before is StreamState.SUMMED and self.flow.newest[number] not in self.late_biases:
+                self.late_biases[self.flow.newest[number]] = ids, self.coordinates(results)  # x + attention + bias
         for read in added.values():
             if self.positions is None and all(p in read for p in window) and not torch.equal(read[window[0]], read[window[-1]]):
                 rows = {place: place - window[0] for place in window}
