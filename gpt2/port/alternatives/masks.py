@@ -50,6 +50,12 @@ def _masked(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
     return weights.nan_to_num(0.0) if fill == -math.inf else weights
 
 
+def _summed_over_queries(scores: Tensor, seen: Tensor) -> Tensor:
+    scores = scores.masked_fill(~seen, -math.inf)
+    some = (scores - scores.amax(-1, keepdim=True)).exp()
+    return some / some.sum(-2, keepdim=True)
+
+
 def _one_more(scores: Tensor, seen: Tensor) -> Tensor:
     """Return the weights if one key and value of zeros is seen as well."""
     level = scores.masked_fill(~seen, -math.inf).amax(-1, keepdim=True).clamp(min=0)
@@ -117,6 +123,8 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
     yield _weighed("mask-multiplied", words, _visibly(lambda scores, seen: scores.softmax(-1) * seen))
     words = "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it"
     yield _weighed("softmax-axis", words, _visibly(lambda scores, seen: scores.softmax(-2) * seen))
+    words = "the softmax runs over the queries (dim=-2), not over the keys; each query's largest is taken off before"
+    yield _weighed("softmax-axis", words, _visibly(_summed_over_queries))
     words = "the mask is added to the scores as zeros and ones, which hides nothing"
     yield _weighed("mask-missing", words, _visibly(lambda scores, seen: (scores + seen).softmax(-1)))
     words = "scores weigh the values as they are, without a softmax"
