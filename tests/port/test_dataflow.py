@@ -77,6 +77,8 @@ LINEAR: dict[str, Callable[[Small, Tensor], Tensor]] = {
     "addmm": lambda m, x: torch.addmm(m.row, x.flatten(0, 1), m.square).view(2, 3, D),
     "mv": lambda m, x: torch.stack([torch.mv(m.square, row) for row in x.flatten(0, 1)]),
     "convolution": lambda m, x: F.conv1d(x.mT, m.square[..., None], m.row).mT,
+    "sum of products": lambda m, x: (x[..., None] * m.wide).sum(-2),
+    "sum over heads": lambda m, x: torch.einsum("bthk,hkd->bthd", x.unflatten(-1, (2, 3)), m.stack[:, :3]).sum(2),
     "in place": lambda m, x: (x @ m.square).add_(x).mul_(m.row),
     "into slices": fill_slices,
     "vmap": lambda m, x: torch.vmap(lambda row: m.square @ row + m.row)(x.flatten(0, 1)),
@@ -165,6 +167,7 @@ def mha(m: Small, x: Tensor) -> Tensor:
         lambda m, x: torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(x[:, None], x[:, None], x[:, None])[0],
         lambda m, x: torch.softmax(x @ (x @ m.square).mT, -1) @ x,
         lambda m, x: torch.einsum("bts,bsd->btd", torch.einsum("btd,bsd->bts", x, x).softmax(-1), x),
+        lambda m, x: ((x[:, :, None] * x[:, None]).sum(-1).exp()[..., None] * (x @ m.square)[:, None]).sum(2),
         mha,
     ],
 )

@@ -170,12 +170,21 @@ class Graph:
         taken = entries.gather(-1, index[..., None])[..., 0]
         return self.add(NodeKind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
 
+    def owner(self, ids: Tensor) -> Node | None:
+        """Return the one node that computed all these elements, or None."""
+        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
+        return self.nodes[owners.pop() - 2] if len(owners) == 1 and min(owners) >= 2 else None
+
+    def _owner(self, id: int) -> int:
+        """Return the element's index in ``_starts``; -1 for an element without an id."""
+        return bisect.bisect_right(self._starts, id) - 1
+
     def dependence(self, operand: Tensor | Region) -> Dependence:
         """Return what any of these elements depends on."""
         if isinstance(operand, Region):
             return Dependence(False, True)
         ids = without_repeats(operand)
-        owners = {bisect.bisect_right(self._starts, int(id)) - 1 for id in ids.aminmax()} if ids.numel() else set()
+        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
         if len(owners) > 1:
             owners = set((torch.searchsorted(torch.tensor(self._starts), ids.contiguous(), right=True) - 1).unique().tolist())
         known = [self._dependences[number] for number in owners if number >= 0]

@@ -74,6 +74,28 @@ def _layer_norm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tenso
     return result
 
 
+def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
+    """Add a sum of products, or of contractions (over heads, for example), as one contraction."""
+    x, dims = named["self"], named.get("dim")
+    ids = graph.of(x)
+    node = None if ids is None else graph.owner(ids)
+    if ids is None or node is None:
+        return None
+    longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
+    product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)
+    if not longer and not product:
+        return None
+    summed = [d % x.ndim for d in ([dims] if isinstance(dims, int) else dims or range(x.ndim))]
+    kept = [axis for axis in range(x.ndim) if axis not in summed]
+    place = node.place(ids.permute(*kept, *summed).flatten(len(kept)))
+    operands = [operand[place].flatten(len(kept)) for operand in node.operands]
+    weights = [number for number, operand in enumerate(operands) if graph.is_source(operand)]
+    if len(weights) > 1 or not all(any(graph.dependence(operand)) for operand in operands):
+        return None
+    weight = weights[0] if weights else None
+    return graph.add(NodeKind.CONTRACTION, "sum", operands[0].shape[:-1], *operands, weight=weight).view(shape)
+
+
 HANDLERS: dict[str, Handler] = {
     "mm": lambda graph, named, shape: _product(graph, named["self"], named["mat2"]),
     "bmm": lambda graph, named, shape: _product(graph, named["self"], named["mat2"]),
@@ -83,4 +105,5 @@ HANDLERS: dict[str, Handler] = {
     "convolution": _convolution,
     "native_layer_norm": _layer_norm,
     "native_dropout": lambda graph, named, shape: graph.elementwise("dropout", shape, graph.of(named["input"])),
+    "sum": _sum,
 }
