@@ -112,9 +112,10 @@ class Explainer:
         return None
 
     def _near(self, base: Trial, node: str, some: Iterable[Candidate] | None = None) -> Iterator[Candidate]:
-        """Yield the candidates, all single faults if None, that give an array which is like the value of a node."""
+        """Yield the candidates, all single faults if None, that give an array which may be the value of a node."""
         arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
-        for seen in itertools.islice(arrays, 1 if self.model.small else MOST_ARRAYS):
+        most = 1 if self.model.small else MOST_ARRAYS
+        for seen in itertools.islice(arrays, most if some is None else MOST_TRIED):  # two faults leave little that is like it
             search = PartSearch(self.blocks.part(base, node, seen))
             yield from search.nearest(search.faults.singles() if some is None else some)
             self.observation.check()
