@@ -11,6 +11,7 @@ Sources:
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -22,6 +23,7 @@ from gpt2.measure.metrics import LanguageScore, exp_or_inf
 from gpt2.measure.per_token import Tokens
 from gpt2.measure.windows import Windows
 
+POSITION_BINS = 16
 PERCENTILES = (50, 90, 95, 99, 99.9)
 
 
@@ -53,6 +55,19 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Bin:
+    """Tokens predicted from ``low`` .. ``high`` tokens: mean KL(a||b), losses in nats, share of equal top tokens."""
+
+    low: int
+    high: int
+    tokens: int
+    kl: float
+    loss_a: float
+    loss_b: float
+    same_top: float
+
+
+@dataclass(frozen=True)
 class Distributions:
     """The comparison of two models' distributions on one text.
 
@@ -71,6 +86,7 @@ class Distributions:
     js: Divergence
     same_top: Estimate
     change: Change
+    by_position: tuple[Bin, ...]
     only_a: Estimate
     only_b: Estimate
     tokens: int
@@ -102,6 +118,7 @@ def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distribu
         js=_divergence(tokens.js, tokens.index, bootstrap),
         same_top=bootstrap.fraction(tokens.same_top),
         change=Change(bootstrap.mean(change), rms),
+        by_position=_by_position(tokens),
         only_a=bootstrap.mean(tokens.only_a),
         only_b=bootstrap.mean(tokens.only_b),
         tokens=len(tokens),
@@ -130,3 +147,15 @@ def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergen
     worst = int(values.argmax())  # argmax counts NaN as the largest
     named = zip((f"{percent:g}" for percent in PERCENTILES), percentiles(values, PERCENTILES), strict=True)
     return Divergence(bootstrap.mean(values), dict(named), values[worst].item(), int(index[worst]))
+
+
+def _by_position(tokens: Tokens) -> tuple[Bin, ...]:
+    """Summarise the tokens by the number that each was predicted from, in bins of growing width, without empty ones."""
+    edges = [0, *dict.fromkeys(round(tokens.windows.context ** (i / POSITION_BINS)) for i in range(POSITION_BINS + 1))]
+    columns = (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)
+    pairs = itertools.pairwise(edges)
+    filled = ((low, high, inside) for low, high in pairs if (inside := (low < tokens.position) & (tokens.position <= high)).any())
+    return tuple(
+        Bin(low + 1, high, int(inside.sum()), *(column[inside].double().mean().item() for column in columns))
+        for low, high, inside in filled
+    )

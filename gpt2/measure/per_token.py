@@ -30,6 +30,7 @@ class Tokens:
 
     targets: Tensor  # (N,) the correct token
     index: Tensor  # (N,) its index in the text
+    position: Tensor  # (N,) number of tokens that it was predicted from
     logp_a: Tensor  # (N,) its log-probability under a
     logp_b: Tensor
     kl_ab: Tensor  # (N,) KL(a||b), summed over the entries of both, and one for all that the other lacks
@@ -85,7 +86,7 @@ def measure_pair(
             targets = ids[window.first + 1 : window.end + 1]
             index = torch.arange(window.first + 1, window.end + 1)
             measured = measure_rows(logits_a[row, first:], logits_b[row, first:], targets, top)
-            parts.append((targets, index, *(tensor.cpu() for tensor in measured)))
+            parts.append((targets, index, index - window.start, *(tensor.cpu() for tensor in measured)))
             done += len(targets)
         del logits_a, logits_b  # else two batches of each are alive while the next are computed
         progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")

@@ -1,5 +1,6 @@
 """Every statistic against SciPy, a loop over Python floats or decimals, or a closed form."""
 
+import itertools
 import json
 import math
 import weakref
@@ -62,7 +63,7 @@ def made(n: int, seed: int = 0, context: int = 64) -> Tokens:
     only = torch.rand(2, n, generator=generator, dtype=torch.float64)
     targets = torch.randint(7, (n,), generator=generator)
     index = torch.arange(1, n + 1)
-    return Tokens(targets, index, *logs, *kl, *top, *p, *only, windows=Windows(context))
+    return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, *only, windows=Windows(context))
 
 
 # The divergences
@@ -181,6 +182,22 @@ def test_logits_of_minus_infinity():
     assert alone.js[0] == got.js[0]  # tokens of the same chunk
 
 
+def test_nan_stays_with_its_token():
+    """A NaN must appear at its own token only: a NaN that disappears makes a broken model look close."""
+    a, b = draw(5, 70), draw(5, 70, seed=1)
+    clean = divergences(pair(a, b))
+    a[1, 69], b[3, 0], a[4, :] = NAN, INF, -INF
+    got = pair(a, b)
+    assert torch.equal(divergences(got)[:, [0, 2]], clean[:, [0, 2]])
+    assert divergences(got)[:, [1, 3, 4]].isnan().all()
+    found = summarise(got, torch.ones(70))
+    assert math.isnan(found.kl_ab.mean.value)
+    assert math.isnan(found.kl_ab.percentiles["50"])
+    assert math.isnan(found.a.score.perplexity)
+    assert math.isnan(found.ratio.value)
+    json.dumps(asdict(found))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("vocab", [5, 64, 200, 50257])
 def test_a_model_against_itself_is_exactly_zero(vocab, dtype):
@@ -265,9 +282,10 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
     assert got.index.tolist() == list(range(1, length))
     assert torch.equal(got.targets, ids[1:])
     assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
-    for i in range(length - 1):
+    for i, position in enumerate(got.position.tolist()):
         end = next(end for end in range(context, context + length, stride or context) if end > i)
-        seen = ids[None, max(0, min(end, length - 1) - context) : i + 1]
+        assert position == i + 1 - max(0, min(end, length - 1) - context)
+        seen = ids[None, i + 1 - position : i + 1]
         with torch.no_grad():
             p, q = (model(seen)[0, -1].softmax(0).numpy() for model in (a, b))
         assert got.kl_ab[i].item() == pytest.approx(scipy.stats.entropy(p, q), rel=1e-9)
@@ -282,12 +300,13 @@ def test_every_token_once_with_the_context_it_had(length, context, stride, batch
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
 def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, stride):
-    """The guide's windows do not score their first token: its bytes must not count, and the other tokens must not shift."""
+    """The guide's windows do not score their first token: its bytes must not count, and the other positions must not shift."""
     a, b, ids, lengths = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, 30), torch.arange(1, 14)
     windows = Windows(context, stride, guide=True)
     got = measure_pair(a, b, ids, windows)
     places = {place: window for window in windows.of(30) for place in range(window.first, window.end)}
     assert got.index.tolist() == [place + 1 for place in places]
+    assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
     assert torch.equal(got.targets, ids[got.index])
     assert (len(got) < 29) == (stride == 8)
     score = language_score(a, ids, lengths, windows)
@@ -377,6 +396,22 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
 
 
+@pytest.mark.parametrize("context", [1, 2, 7, 64, 1000])
+def test_bins_hold_every_token_once(context):
+    """Possible bugs: a token on an edge in two bins or in none; a NaN mean of an empty bin."""
+    tokens = made(700, context=context)
+    bins = summarise(tokens, torch.ones(40)).by_position
+    assert (bins[0].low, bins[-1].high) == (1, context)
+    assert len(bins) <= 17
+    assert all(first.high + 1 == second.low for first, second in itertools.pairwise(bins))
+    assert sum(part.tokens for part in bins) == 700
+    for part in bins:
+        inside = (part.low <= tokens.position) & (tokens.position <= part.high)
+        columns = tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, (tokens.top_a[:, 0] == tokens.top_b[:, 0]).double()
+        means = [float(column[inside].mean()) for column in columns]
+        assert (part.tokens, part.kl, part.loss_a, part.loss_b, part.same_top) == pytest.approx((int(inside.sum()), *means))
+
+
 @pytest.mark.parametrize("length", [2, 3, 5, 20])
 def test_short_texts(length):
     """One token has a mean and no spread; the code must not divide by zero."""
@@ -439,6 +474,19 @@ def test_paired_figures_are_resampled_together():
     assert got.a.perplexity.high / got.a.perplexity.low > 1.02
     assert got.ratio.low == pytest.approx(got.ratio.high, rel=1e-9)
     assert got.ratio.value == pytest.approx(math.exp(1e-3), rel=1e-9)
+
+
+def test_seeds_make_intervals_and_nothing_else():
+    tokens = made(500)
+    first, again, other = (summarise(tokens, torch.ones(40), seed=seed) for seed in (1, 1, 2))
+    assert first == again
+    assert first.kl_ab.mean != other.kl_ab.mean
+    assert replace(first.kl_ab.mean, low=0, high=0) == replace(other.kl_ab.mean, low=0, high=0)
+    torch.manual_seed(0)
+    before = torch.rand(1)
+    torch.manual_seed(0)
+    summarise(tokens, torch.ones(40))
+    assert torch.equal(torch.rand(1), before)  # the global generator must not change
 
 
 @pytest.mark.parametrize("hits", [0, 1, 60, 128])
