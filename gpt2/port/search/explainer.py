@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from gpt2.port import graph
@@ -16,6 +17,7 @@ from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, ORDER, State
+from gpt2.port.search.batch import Batch
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
 from gpt2.port.search.matching import PartSearch
 from gpt2.port.terms.causes import Cause
@@ -103,22 +105,35 @@ class Explainer:
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
         pairs = [Candidate(((one, base.layer), (two, base.layer))) for one in factors for two in others]
-        for near in (near for node in RESULTS for near in self._near(base, node, pairs)):
-            (one, _), (two, _) = near.sites
-            trial = self.blocks.tried(base, one, shown=False)
-            whole = None if trial is None else self.blocks.tried(trial, two)
-            if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well
-                return whole
+        for node in RESULTS:
+            for near in self._giving_any(base, node, pairs):
+                (one, _), (two, _) = near.sites
+                trial = self.blocks.tried(base, one, shown=False)
+                whole = None if trial is None else self.blocks.tried(trial, two)
+                if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well
+                    return whole
         return None
 
-    def _near(self, base: Trial, node: str, some: Iterable[Candidate] | None = None) -> Iterator[Candidate]:
-        """Yield the candidates, all single faults if None, that give an array which may be the value of a node."""
+    def _near(self, base: Trial, node: str) -> Iterator[Candidate]:
+        """Yield the single faults that give an array which is like the value of a node."""
         arrays = self.observation.unexplained(node, base.state[node], base.seen.values())
-        most = 1 if self.model.small else MOST_ARRAYS
-        for seen in itertools.islice(arrays, most if some is None else MOST_TRIED):  # two faults leave little that is like it
+        for seen in itertools.islice(arrays, 1 if self.model.small else MOST_ARRAYS):
             search = PartSearch(self.blocks.part(base, node, seen))
-            yield from search.nearest(search.faults.singles() if some is None else some)
+            yield from search.nearest(search.faults.singles())
             self.observation.check()
+
+    def _giving_any(self, base: Trial, node: str, some: Sequence[Candidate]) -> Iterator[Candidate]:
+        """Yield the candidates that give the first row of any array, for two faults leave little that is like a node's value."""
+        arrays = list(self.observation.unexplained(node, base.state[node], base.seen.values()))
+        if not arrays:
+            return
+        search = PartSearch(self.blocks.part(base, node, arrays[0]))
+        rows = torch.stack([seen.value[:1] for seen in arrays])
+        bounds = search.bound * rows.square().flatten(1).mean(1).sqrt()
+        for few, values in Batch(search.part, 1).values(some):
+            self.observation.check()
+            near = ((rows - value).abs().flatten(1).amax(1) <= bounds for value in values)
+            yield from (one for one, agrees in zip(few, near, strict=True) if bool(agrees.any()))
 
     def _widened(self, base: Trial) -> Trial | None:
         """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
