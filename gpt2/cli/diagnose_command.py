@@ -1,5 +1,6 @@
 """``gpt2 diagnose``: show where a user's implementation differs from GPT-2, and why."""
 
+import json
 import math
 import re
 import shutil
@@ -9,7 +10,7 @@ from typing import ClassVar
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.cli.common import finish
 from gpt2.errors import InputError
-from gpt2.options import Command, argument, offline_option, option, pick, revision_option
+from gpt2.options import Command, argument, device_option, offline_option, option, pick, revision_option
 from gpt2.pages.streams import Status
 
 EXAMPLES = """\
@@ -58,6 +59,7 @@ repository and of the installed package.
 With def build(): the weights are put in for you, as gpt2.load_into does. The file is run: diagnose only files you trust.
 
 exit code: 0 equal, 1 it differs, 2 it could not be built or run"""
+DEVICE = "diagnose on the CPU as always, then judge this device on the model's shapes as gpt2 verify does"
 WHAT = "a Python file and the function in it that returns the module, a dump of arrays, or another checkpoint"
 
 
@@ -70,6 +72,7 @@ class DiagnoseSettings(Command):
     model: str = option("the right weights", "MODEL", DEFAULT)
     revision: str | None = revision_option()
     offline: bool = offline_option()
+    device: str | None = device_option(DEVICE, None)
     timeout: float = option("seconds for a file's import, build and first forward, or for a program", "S", 60.0)
     WITHOUT_EFFECT: ClassVar = {"run": ("step",)}  # a training step is diagnosed in Python
 
@@ -82,6 +85,11 @@ def run(args: DiagnoseSettings) -> int:
         raise InputError(f"give WHAT to diagnose or --run CMD, {both}")
     if args.set and args.step is None:
         raise InputError(f"--set {args.set[0]}: is a setting of a training step; name that with --step FILE.py:make_step")
+    where = None
+    if args.device is not None:
+        from gpt2.checkpoint.loading import require_device
+
+        where = require_device(args.device)  # before minutes of diagnosis
     given, what = pick(args, "revision", "offline"), str(args.what)
     with Status(f"running {args.run or args.step or args.what}") as status:
         if args.run is not None:
@@ -99,4 +107,21 @@ def run(args: DiagnoseSettings) -> int:
             StepSettings.of(args.set)  # a misspelt key is refused before anything is read or built
             how = pick(args, "step", "timeout") | given
             diagnosis = runner.run(what, args.model, settings=args.set, **how, progress=status)
-    return finish(args, diagnosis, diagnosis.table(min(shutil.get_terminal_size((110, 24)).columns, 140)))
+    width = min(shutil.get_terminal_size((110, 24)).columns, 140)
+    if where is None:
+        return finish(args, diagnosis, diagnosis.table(width))
+    from gpt2.devices.run import verify_device
+    from gpt2.pages.reports import Interrupted
+
+    code = None
+    try:
+        with Status(f"judging {where}") as status:
+            device = verify_device(args.model, where, **given, progress=status)
+    except InputError:  # too little memory there, for example; the diagnosis took minutes
+        finish(args, diagnosis, diagnosis.table(width))
+        raise
+    except Interrupted as interrupted:
+        device, code = interrupted.report, 130
+    joined = {**json.loads(diagnosis.to_json()), "device": json.loads(device.to_json())}
+    code = int(not (diagnosis.ok and device.ok)) if code is None else code
+    return finish(args, joined, f"{diagnosis.table(width)}\n{device.table(width)}", code)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer as Backend
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
-GROWTH = 1000  # a normaliser may make a text so many times as long; 40 that double it would fill any memory
+GROWTH = 1000  # a part may make a text so many times as long; 40 steps that double it would fill any memory
 ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -51,9 +51,11 @@ def template_around(before: str | None, behind: str | None, pipeline: "Backend")
 
 
 def growth(told: Mapping[str, Any]) -> float:
-    """Return how many times as long a normaliser, as its JSON says it, makes a text at most where it replaces a part of it."""
+    """Return how many times as long a part of a pipeline (its JSON) makes a text at most, by what it replaces or repeats."""
+    steps = told.get("normalizers") or told.get("decoders") or told.get("processors") or ()
     old, new = (told.get("pattern") or {}).get("String"), len(told.get("content") or "") * (told.get("type") == "Replace")
-    return math.prod(map(growth, told.get("normalizers") or ())) * max(1.0, new / len(old) if old else new + 1.0)
+    repeated = sum("Sequence" in piece for piece in told["single"]) if told.get("type") == "TemplateProcessing" else 1
+    return math.prod(map(growth, steps)) * max(1.0, repeated, new / len(old) if old else new + 1.0)
 
 
 class LibraryTokenizer(Tokenizer):
@@ -80,8 +82,10 @@ class LibraryTokenizer(Tokenizer):
         self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}
         self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
         self.eos = self.vocab.get(self.roles.get("eos_token", ""))
-        if growth(byte_level.state(backend.normalizer)) > GROWTH:
-            raise ValueError(f"its normaliser makes a text over {GROWTH:,} times as long")
+        parts = {"normaliser": backend.normalizer, "template": backend.post_processor, "decoder": backend.decoder}
+        for name, part in parts.items():
+            if growth(byte_level.state(part)) > GROWTH:
+                raise ValueError(f"its {name} makes a text over {GROWTH:,} times as long")
         self.core = byte_level.core(backend, self.vocab, merges)
         self.letters = isinstance(self.core, byte_level.Letters)  # one id for each character of a table
         bytewise = byte_level.state(backend.decoder).get("type") == "ByteLevel"

@@ -16,6 +16,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from gpt2.checkpoint.keys import PREFIX
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import dtype_label
 from gpt2.measure.metrics import errors_of_both, relative_error, token_losses, worst_relative_error
@@ -136,7 +137,8 @@ def _change(start: Tensor, gradients: list[Tensor]) -> Tensor:
 
 
 def gradients(subject: Subject) -> None:
-    """Compare loss, gradients and AdamW steps in float64; clipping takes the norm of what ``parameters()`` lists: each once."""
+    """Compare loss, gradients and AdamW steps in float64, and that ``parameters()``, of which clipping takes the norm, lists each
+    parameter once whose gradient was compared, and no other."""
     findings, sequences = subject.findings, subject.probe.long
     models = {"transformers": subject.reference, "ours": subject.ours}
     walks = [
@@ -144,12 +146,13 @@ def gradients(subject: Subject) -> None:
         for name, model in models.items()
     ]
     theirs, own = (_Optimizer(sequences[:, :-1].unique(), torch.float64) for _ in models)
-    worst: dict[str, float] = {}
+    worst, compared = dict[str, float](), set[str]()
     with closing(lockstep(*walks)) as steps:
         for expected, ours in ((a or NOTHING, b or NOTHING) for a, b in steps):
             if expected.losses is not None:
                 findings.mapping("loss", "loss", worst_relative_error(ours["loss"], expected.losses))
                 findings.settle("loss")
+            compared |= expected.gradients.keys()
             for name, gradient in expected.gradients.items():
                 worst[name] = max(worst_relative_error(ours[name], gradient), worst.get(name, 0.0))
             moved = own.changes(ours)
@@ -161,8 +164,10 @@ def gradients(subject: Subject) -> None:
                 _settle(subject, expected)
             expected.gradients.clear()
             ours.gradients.clear()
-    listed, named = map(id, subject.ours.parameters()), (id(p) for _, p in subject.ours.named_parameters())
-    findings.mapping("gradients", "norm, as clipping computes it", float(sorted(listed) != sorted(named)))
+    names = {id(p): name.removeprefix(PREFIX) for name, p in subject.ours.named_parameters()}
+    listed = sorted(names.get(id(p), "") for p in subject.ours.parameters())
+    right = sorted({"wte.weight" if name in (HEAD, LOOKUP) else name for name in compared})
+    findings.mapping("gradients", "norm, as clipping computes it", float(listed != right))
     findings.settle("gradients", "adamw")
 
 

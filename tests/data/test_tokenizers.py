@@ -163,6 +163,21 @@ def test_a_text_that_grows_is_refused_before_it_fills_the_memory(steps: list[dic
     assert data.from_directory(word_level(tmp_path, {"a": 0}, normalizer=normalizer)).encode("a") == [0]
 
 
+@pytest.mark.parametrize("part", ["decoder", "template"])
+def test_a_decoder_or_a_template_that_multiplies_a_text_is_refused(part: str, tmp_path: Path) -> None:
+    """They made a terabyte of three ids, as 40 steps of a normaliser did. Control: a template with the text once."""
+    whole = {"Sequence": {"id": "A", "type_id": 0}}
+    once = {"type": "TemplateProcessing", "single": [whole], "pair": [whole], "special_tokens": {}}
+    parts = {
+        "decoder": {"decoder": {"type": "Sequence", "decoders": [replace({"String": "a"}, "aa")] * 40}},
+        "template": {"post_processor": {"type": "Sequence", "processors": [{**once, "single": [whole] * 2}] * 40}},
+    }
+    assert f"its {part} makes a text over 1,000 times as long" in refusal(
+        data.from_directory, word_level(tmp_path, {"a": 0}, **parts[part])
+    )
+    assert data.from_directory(word_level(tmp_path, {"a": 0}, post_processor=once)).encode_prompt("a") == [0]
+
+
 @pytest.mark.parametrize(
     ("name", "entries"),
     [

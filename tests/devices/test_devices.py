@@ -166,8 +166,9 @@ def test_an_operator_that_a_device_lacks_is_not_wrong(error: Exception, tiny: st
     assert report.verdict == ("incomplete" if isinstance(error, NotImplementedError) else "wrong")
 
 
-def test_ctrl_c_leaves_what_was_judged(tiny: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Minutes of judging a device were lost; and a report of half of it must not say RIGHT."""
+@pytest.mark.parametrize("command", ["verify", "diagnose"])
+def test_ctrl_c_leaves_what_was_judged(command: str, tiny: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Minutes of judging a device, or of a diagnosis before, were lost; and a report of half of it must not say RIGHT."""
     judged, original = [], judge.on_device
 
     def interrupting(*args):
@@ -177,9 +178,13 @@ def test_ctrl_c_leaves_what_was_judged(tiny: str, monkeypatch: pytest.MonkeyPatc
         return original(*args)
 
     monkeypatch.setattr(judge, "on_device", interrupting)
-    assert main(["verify", tiny, "--device", "cpu", "--json", "-"]) == 130
-    device = json.loads(capsys.readouterr().out)
+    gpt2.trace(tiny, tokens=16).save(tmp_path / "dump.npz")
+    what, out = [tiny] if command == "verify" else [str(tmp_path / "dump.npz"), "--model", tiny], tmp_path / "x.json"
+    assert main([command, *what, "--device", "cpu", "--json", str(out)]) == 130
+    body = json.loads(out.read_text())
+    device = body if command == "verify" else body["device"]
     assert (device["ok"], device["verdict"], bool(device["verdicts"])) == (False, "interrupted", True)
+    assert command == "verify" or body["verdict"] == "equal"
 
 
 def test_verify_takes_a_device_and_a_dtype(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -479,6 +479,12 @@ def tied_weight_counted_twice(model: GPT2) -> None:
     model.parameters = lambda recurse=True: itertools.chain(once(recurse), [model.wte.weight])
 
 
+def parameter_hidden(model: GPT2) -> None:
+    """Every gradient is right, and neither clipping nor an optimizer sees one parameter."""
+    listed = model.parameters
+    model.parameters = lambda recurse=True: (each for each in listed(recurse) if each is not model.ln_f.bias)
+
+
 @pytest.mark.parametrize(
     ("control", "first"),
     [
@@ -487,6 +493,7 @@ def tied_weight_counted_twice(model: GPT2) -> None:
         (head_without_gradient, "wte.weight (head)"),
         (lookup_without_gradient, "wte.weight (lookup)"),
         (tied_weight_counted_twice, "norm, as clipping computes it"),
+        (parameter_hidden, "norm, as clipping computes it"),
     ],
 )
 def test_what_only_the_whole_chain_shows_is_refused(checkpoint: Path, control: Callable, first: str) -> None:
