@@ -144,4 +144,4 @@ def made_with(models: Sequence[Model], text: Scored, environment: Environment, *
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in environment.versions.items()))]
     threads = f"{environment.threads} thread{'s' * (environment.threads != 1)}"
     rows += [("machine", f"{environment.device}, {threads}; {environment.machine}")]
-    return Section("Made with", columns=("", ""), rows=rows, for_pages=True)
+    return Section("Made with", columns=("", ""), rows=rows)

@@ -149,7 +149,8 @@ def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility
         shown |= {"weights": impossible}
         shown |= {"activations": impossible} if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"} else {}
     tokens, heads = _of_other_tokens(vocabularies), heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
-    return Compatibility(differing, vocabularies, tokens | shown | tokens | heads)
+    others = {part: why for part, why in shown.items() if part not in tokens}
+    return Compatibility(differing, vocabularies, {**tokens, **others, **heads})
 
 
 def _of_other_tokens(vocabularies: Vocabularies) -> dict[str, str]:

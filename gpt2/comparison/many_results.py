@@ -138,7 +138,7 @@ class Comparisons(Printed):
 
     def to_json(self) -> str:
         """Return everything as JSON, with the models, the text, versions and hashes."""
-        return as_json({**vars(self), "letters": self.letters, "candidates": [each.figures for each in self.candidates]})
+        return as_json({**vars(self), "letters": self.letters})
 
     def sections(self) -> Iterator[Section]:
         """Yield the models, a row for each in every table."""
@@ -165,5 +165,8 @@ class Comparisons(Printed):
                     yield Section(note=yellow(f"left out of {letter}: {part}: {why.partition(';')[0]}"))
         for letter, gates in zip(self.letters[1:], self.gates, strict=False):
             yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
-        yield made_with(models, self.text, self.environment, seed=self.seed)
         yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
+
+    def origin(self) -> Iterator[Section]:
+        """Yield how to make the page again."""
+        yield made_with([one.model for one in self.candidates], self.text, self.environment, seed=self.seed)

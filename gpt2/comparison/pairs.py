@@ -183,8 +183,8 @@ def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:
 def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read, Read]:
     """Return the sizes that both have, with a head's own matrix if either has one, and a reader of each one's parameters."""
     one, other = a.config, b.config
-    assert one
-    assert other
+    assert one is not None, f"{a.name} shows its weights without a config"
+    assert other is not None, f"{b.name} shows its weights without a config"
     rows, tied = min(one.vocab_size, other.vocab_size), one.tie_word_embeddings and other.tie_word_embeddings
     return replace(one, vocab_size=rows, tie_word_embeddings=tied), a.weights(rows, mapped=mapped), b.weights(rows, mapped=mapped)
 

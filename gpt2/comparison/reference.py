@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -66,7 +65,7 @@ def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
     if not vocab:
         raise InputError(f"{side.name}: the size of its vocabulary is not known; save it beside a MODEL that has a tokenizer")
     env, spans = environment_of([side]), list(passage.windows.of(len(passage.ids)))
-    said = {"side": asdict(side.describe()), "text": asdict(passage.scored), "environment": env}
+    said = {"side": side.describe(), "text": passage.scored, "environment": env}
     said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(passage.windows)}
     about = as_json({"format": FORMAT, "version": __version__, **said}, None)
     lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)

@@ -174,10 +174,13 @@ class Comparison(Printed):
         if examples := found.vocabularies.examples:
             rows = [(str(id), a or "", b or "") for id, a, b in examples]
             yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
+        yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
+
+    def origin(self) -> Iterator[Section]:
+        """Yield how to make the page again."""
         more: dict[str, object] = {} if self.activations is None else {"threshold": self.activations.threshold}
         more |= {} if self.blame is None else {"blame": True}
         yield charts.made_with([self.a, self.b], self.text, self.environment, seed=self.seed, **more)
-        yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies

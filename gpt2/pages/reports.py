@@ -123,6 +123,10 @@ class Printed(ABC):
     def sections(self) -> Iterator[Section]:
         """Yield what is shown, from top to bottom."""
 
+    def origin(self) -> Iterator[Section]:
+        """Yield what a page alone shows at its end: how to make it again. It may read large files."""
+        yield from ()
+
     def page_data(self) -> dict[str, Any]:
         """Return what the page's script needs."""
         return {}
@@ -145,7 +149,7 @@ class Printed(ABC):
         """Return the report as one self-contained page."""
         from gpt2.pages.rendering import render
 
-        data, (heading, *sections) = self.page_data(), self.sections()
+        data, (heading, *sections) = self.page_data(), (*self.sections(), *self.origin())
         shown = {"command": self.command, "heading": heading.note, "sections": sections}
         return render("report", self.script, data, pieces=pieces, plain=plain, **shown)
 
@@ -157,13 +161,13 @@ class Printed(ABC):
 
 
 def as_json(body: dict[str, Any], indent: int | None = 2) -> str:
-    """Convert a report to JSON; infinity and NaN become the strings "inf", "-inf" and "nan"."""
+    """Convert a report to JSON; infinity and NaN become the strings "inf", "-inf", "nan". A dataclass may have ``figures``."""
     return json.dumps(_plain(body), indent=indent, allow_nan=False)
 
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value):
-        value = vars(value)
+        value = value.figures if hasattr(value, "figures") else vars(value)
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -16,7 +16,6 @@ from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead, StoredCheckpo
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
-from gpt2.checkpoint.official import official_files
 from gpt2.comparison.sides.side import Model, Read, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
@@ -140,8 +139,7 @@ class CheckpointSide(Side):
     files = property(lambda self: self.checkpoint.files())  # of the weights and the config
 
     def describe(self) -> Model:
-        said = super().describe()
-        return replace(said, official=official_files(said.files, self.checkpoint.name)) if said.files else said
+        return replace(super().describe(), checkpoint=self.checkpoint.name if self.files else None)
 
 
 def heads_left_out(*sides: Side) -> dict[str, str]:

@@ -5,15 +5,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.official import Official
+from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.passage import Passage
 from gpt2.config import GPT2Config
@@ -38,7 +39,7 @@ class Shown(StrEnum):
 
 @dataclass(frozen=True)
 class Model:
-    """One of the models, with everything needed to run it again; ``files`` are name -> sha256."""
+    """One of the models, with everything needed to run it again."""
 
     name: str
     implementation: str  # "gpt2" or "transformers 5.23.0"
@@ -46,9 +47,25 @@ class Model:
     revision: str | None
     parameters: int | None  # None where the side does not tell them
     config: dict[str, Any]  # empty where the side does not tell it
-    files: dict[str, str]
-    official: Official | None = None
+    hashes: Callable[[], dict[str, str]] = field(repr=False, compare=False)
+    checkpoint: str | None = None  # its name, where it is one of stored files
     in_memory: bool = False  # a model, and no name of one
+
+    @cached_property
+    def files(self) -> dict[str, str]:
+        """Name -> sha256 of its files, which are read when this is first asked for: JSON and pages alone show it."""
+        return self.hashes()
+
+    @property
+    def official(self) -> Official | None:
+        """Whether its files are official ones; None where it is no checkpoint of stored files."""
+        return None if self.checkpoint is None else official_files(self.files, self.checkpoint)
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the JSON has of it."""
+        own = ("name", "implementation", "dtype", "revision", "parameters", "config", "files", "official", "in_memory")
+        return {name: getattr(self, name) for name in own}
 
 
 class Side(ABC):
@@ -150,10 +167,14 @@ class Side(ABC):
         return {}
 
     def describe(self) -> Model:
-        """Return everything needed to run this side again."""
-        files = {name: sha256(path) for name, path in self.files.items()}
+        """Return everything needed to run this side again; no file is read yet."""
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
-        return Model(self.name, self.implementation, self.stored, self.revision, parameters, config, files, None, self.in_memory)
+        about = self.name, self.implementation, self.stored, self.revision, parameters, config
+        return Model(*about, partial(_hashes, self.files), in_memory=self.in_memory)
+
+
+def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
+    return {name: sha256(path) for name, path in files.items()}
 
 
 def require_head(width: int, side: Side, sides: Iterable[Side]) -> None:
