@@ -65,21 +65,24 @@ def _live(status: Status) -> "Iterator[tuple[Callable[[str], None], Callable[[Re
 
     from gpt2.pages.terminal import Terminal
 
-    stages, reports = list[str](), list["Report"]()
+    stage: str = ""
+    report: Report | None = None
 
-    def say(stage: str) -> None:
-        stages.append(stage)
-        if not reports:
+    def say(current: str) -> None:
+        nonlocal stage
+        stage = current
+        if report is None:
             status(stage)
 
-    def show(report: "Report") -> None:
-        if not reports:
+    def show(so_far: "Report") -> None:
+        nonlocal report
+        if report is None:
             status.clear()
             live.start()
-        reports[:] = [report]
+        report = so_far
 
     def drawn() -> "RenderableType":
-        return reports[-1].so_far(stages[-1], live.console.height) if reports else ""
+        return "" if report is None else report.so_far(stage, live.console.height)
 
     live = Live(console=Terminal(stderr=True), transient=True, get_renderable=drawn)  # four times a second
     try:

@@ -57,8 +57,10 @@ def lockstep(*walks: Walk[T]) -> Generator[Iterator[T | None]]:
 def taking_turns(wait: Callable[[], object]) -> Iterator[None]:
     """Call ``wait`` before each block of a forward pass in this thread."""
     TURN.wait = wait
-    yield
-    del TURN.wait
+    try:
+        yield
+    finally:
+        del TURN.wait
 
 
 def side_by_side(*runs: Callable[[], Tensor]) -> list[Tensor]:
@@ -164,7 +166,8 @@ class Streamed:
 
     def compute(self, layer: int, run: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:
         """Run one block with its weights in place."""
-        getattr(TURN, "wait", bool)()
+        if hasattr(TURN, "wait"):
+            TURN.wait()
         self.pulse(layer)
         with self._placed(self.blocks[layer], self.weights):
             return run(x, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -42,12 +42,13 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     weights = {name: torch.full(shape, float(name.endswith(NORM_WEIGHTS)), dtype=torch.float64) for name, shape in shapes.items()}
     own = Own(weights, {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}, {})
 
-    def take(entries: Tensor, value: Tensor, parameter: str) -> Iterator[str]:
-        for name, mine, places in mapping.by_tensor(entries):
+    def take(entries: Tensor, value: Tensor, parameter: str) -> list[str]:
+        taken = mapping.by_tensor(entries)
+        for name, mine, places in taken:
             weights[name].view(-1)[places] = value[mine]
             own.placed[name].view(-1)[places] = True
             own.names.setdefault(name, parameter)
-            yield name
+        return [name for name, *_ in taken]
 
     recording = mapping.anatomy.recording
     words = recording.source(int(mapping.anatomy.stream.words.ids[0])).storage
@@ -64,7 +65,7 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
                 continue
             if (norm := float(value[entries == ZERO].norm())) > 0:
                 own.extra[source.name] = norm
-        list(take(entries, value, source.name))
+        take(entries, value, source.name)
     for conflict in mapping.conflicts:  # one parameter is used as two parts
         for name in take(conflict.refused, mapping.values(conflict.taken, weights), conflict.source):
             if ".c_attn." in name:
