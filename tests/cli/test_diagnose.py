@@ -20,7 +20,9 @@ from support.faulty import CONFIG, write
 from support.faulty.exits import HOSTILE, write_hostile
 
 import gpt2
+from gpt2.cli.main import main
 from gpt2.port.diagnosis import runner
+from gpt2.port.terms.report import Diagnosis, Divergence
 
 # Words that the message must contain, for each refused file.
 SAID = {
@@ -67,6 +69,13 @@ def test_whatever_the_file_does_the_answer_is_clear(name: str, checkpoint: Path)
     else:
         assert json.loads(done.stdout)["verdict"] == ("equal" if done.returncode == 0 else "mismatch")
         assert done.stderr == ""
+
+
+def test_an_undetermined_verdict_is_exit_code_1(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CI pipelines branch on it: "differs, and no known cause explains it" must not pass a build."""
+    found = Diagnosis("undetermined", Divergence("h.0.ln_1", 0.5), causes=(), logits_error=0.5)
+    monkeypatch.setattr(runner, "run", lambda *args, **kwargs: found)
+    assert main(["diagnose", "port.py:build"]) == 1
 
 
 def test_another_checkpoint_is_diagnosed_without_a_port(checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

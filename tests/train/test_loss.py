@@ -65,6 +65,32 @@ def test_loss_and_gradients_are_the_plain_ones(model, windows, scale, tied):
     assert distance(gradients(model, lambda m: Scored(m)(*windows), scale), reference) < 1e-13
 
 
+def broken_rows(ctx, grad):
+    """Drop the gradient of the head's input."""
+    return ctx.tie.take(), None, None
+
+
+def broken_loss(ctx, grad):
+    """Drop the loss's factor: with four parts a step, the gradient is four times too large."""
+    (grad_hidden, ctx.tie.grad), ctx.grads = ctx.grads, None
+    return grad_hidden, None, None, None
+
+
+BROKEN = {
+    "rows": (loss._Rows, "backward", staticmethod(broken_rows)),
+    "loss": (loss._Loss, "backward", staticmethod(broken_loss)),
+    "a lost part": (loss, "even", lambda rows, n_vocab: rows.chunk(5)[:-1]),
+}
+
+
+@pytest.mark.parametrize(("where", "name", "broken"), BROKEN.values(), ids=BROKEN)
+def test_what_is_broken_is_seen(model, windows, monkeypatch, where, name, broken):
+    """Negative controls: among them parts that do not cover every row."""
+    monkeypatch.setattr(where, name, broken)
+    reference = gradients(model, lambda m: plain(m, *windows), 0.25)
+    assert distance(gradients(model, lambda m: Scored(m)(*windows), 0.25), reference) > 1e-2
+
+
 @pytest.mark.parametrize(("precision", "aligned"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 64)])
 def test_rounding_is_no_worse_than_the_plain_loss(model, windows, monkeypatch, precision, aligned):
     """In float32, and in bfloat16 by autocast, as on a GPU with the vocabulary padded: the error against float64 is at most about
