@@ -190,6 +190,16 @@ def test_a_norm_behind_the_embeddings_is_said() -> None:
     assert all(torch.equal(one, one.new_full((20,), name == "weight")) for name, one in module.extra.named_parameters())
 
 
+def test_a_parameter_that_is_used_in_two_ways_is_said() -> None:
+    """It can be right for one of the ways only: bug: one was picked, and nothing told which parameter to look at."""
+    module = Port()
+    module.embed = lambda ids: F.embedding(ids, 2 * module.words.weight) + module.places.weight[: ids.shape[1]]
+    report = load_into(module, checkpoint())
+    assert report.ambiguous == ("words.weight is used times 1 and times 2; it is filled for the first",)
+    assert torch.equal(module.words.weight, checkpoint().wte.weight)
+    assert not report.ok
+
+
 def test_rows_beyond_the_checkpoint_s_are_said() -> None:
     """nanoGPT pads to 50,304: initial values in the padding rows would change every softmax. More positions have no values."""
     module = Port(replace(CONFIG, vocab_size=72, n_positions=30))

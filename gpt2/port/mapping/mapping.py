@@ -105,9 +105,12 @@ class WeightMap:
         return list(by_region.values())
 
     def use(self, source: Source) -> Use:
-        """Return how the forward pass uses a parameter's value: unchanged, if it does so anywhere."""
-        uses = self.anatomy.recording.uses.get(source.storage, {Use()})
-        return Use() if Use() in uses else min(uses)
+        """Return the use of a parameter's value for which it is filled."""
+        return self.uses(source)[0]
+
+    def uses(self, source: Source) -> list[Use]:
+        """Return how the forward pass uses a parameter's value; the unchanged value comes first."""
+        return sorted(self.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: (use != Use(), use))
 
     def by_tensor(self, entries: Tensor) -> list[tuple[str, Tensor | EllipsisType, Tensor]]:
         """Group entries by tensor: name, mask (``...`` for all), flat indices in the tensor. ZERO and KEEP are left out."""

@@ -91,6 +91,9 @@ class Remarks:
     def left_over(self, filled: list[tuple[Source, MappingRow | None, str]]) -> None:
         """Report the parameters that were not filled, not completely filled, or used in two ways."""
         for source, row, left in filled:
+            first, *others = self.mapping.uses(source)
+            if others and row is not None:
+                self.ambiguous.append(f"{source.name} is used {first} and {others[0]}; it is filled for the first")
             if left and source.name not in self.unfilled:
                 self._left_out(source, row is None, left)
         alike: dict[str, list[str]] = {}  # parameters that serve as two parts with different weights

@@ -108,6 +108,9 @@ class Use(NamedTuple):
     scale: float = 1.0
     shift: float = 0.0
 
+    def __str__(self) -> str:
+        return f"times {self.scale:.4g}" + (f" plus {self.shift:.4g}" if self.shift else "")
+
 
 @dataclass(frozen=True)
 class Source:
