@@ -17,6 +17,7 @@ from gpt2.port.terms.places import joined
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
 SAME = 1e-6  # relative difference of numbers that are meant to be equal
+SCALED = 0.02  # a smaller share is a GradScaler's; the parts of a batch are fewer
 EXACT, FITS = 1e-5, 1e-3  # relative errors of a gradient: as it is; clipped (torch adds 1e-6 to the norm before it divides)
 
 
@@ -141,7 +142,7 @@ def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> 
         findings.differ("clip", 1.0)
 
     share, passed = clip.share, clip.passed
-    before = clip.limit / share if share else 0.0  # the norm of the gradient that a GradScaler has scaled
+    before = clip.limit / share if share else 0.0  # the norm of the gradient before it is divided
 
     def near(limit: float) -> bool:
         return wanted is not None and abs(limit - wanted) <= 1e-3 * wanted
@@ -162,8 +163,9 @@ def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> 
         findings.notes.append(
             f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
         )
-    elif near(before) and not near(clip.limit):
+    elif near(before) and not near(clip.limit) and share < SCALED:
         add("clip-before-unscaling", f"the gradient, still multiplied by {1 / share:g}, is clipped to {before:.6g}")
     elif not near(clip.limit):
-        fix = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {wanted:g})"
-        add(NORM.id, f"{NORM.words.format(clip.limit)}, not {wanted:g}", fix)
+        early = f": it is clipped to {before:.6g}, and then multiplied by {share:g}" if near(before) else ""
+        fix = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {wanted:g})" + "  # after that factor" * bool(early)
+        add(NORM.id, f"{NORM.words.format(clip.limit)}, not {wanted:g}{early}", fix)
