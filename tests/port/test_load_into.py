@@ -25,9 +25,13 @@ from torch import Tensor, nn
 import gpt2
 from gpt2 import GPT2, InputError
 from gpt2.config import GPT2Config
+from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.mapping import LogitsCheck, load_into
+from gpt2.port.mapping.filling import fill
 from gpt2.port.mapping.mapping import ZERO, WeightMap
 from gpt2.port.mapping.report import MappingReport
+from gpt2.port.recording.forward import Borrowed
+from gpt2.port.recording.recorder import record_probe
 
 
 def checkpoint(config: GPT2Config = CONFIG, **changed: float) -> GPT2:
@@ -198,6 +202,16 @@ def test_a_parameter_that_is_used_in_two_ways_is_said() -> None:
     assert report.ambiguous == ("words.weight is used times 1 and times 2; it is filled for the first",)
     assert torch.equal(module.words.weight, checkpoint().wte.weight)
     assert not report.ok
+
+
+def test_a_tensor_that_the_checkpoint_lacks_is_an_error() -> None:
+    """Bug: its entries became NaN in the user's module."""
+    module = Port()
+    state = {name: tensor for name, tensor in checkpoint().state_dict().items() if name != "h.1.mlp.c_fc.bias"}
+    with torch.no_grad(), Borrowed(module) as borrowed:
+        mapping = WeightMap(Anatomy(record_probe(module, CONFIG, "Port")), CONFIG)
+        with pytest.raises(KeyError, match=r"h\.1\.mlp\.c_fc\.bias"):
+            fill(borrowed, mapping, state)
 
 
 def test_rows_beyond_the_checkpoint_s_are_said() -> None:

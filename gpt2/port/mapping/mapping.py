@@ -127,11 +127,10 @@ class WeightMap:
         return groups
 
     def values(self, entries: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the numbers of these entries in float64; NaN for ZERO, KEEP and what is in none of the ``tensors``."""
+        """Return the numbers of these entries in float64; NaN for ZERO and KEEP. Raises KeyError for a tensor that is missing."""
         values = torch.full(entries.shape, torch.nan, dtype=torch.float64)
         for name, mine, places in self.by_tensor(entries):
-            if name in tensors:
-                values[mine] = tensors[name].flatten()[places.long()].double()
+            values[mine] = tensors[name].flatten()[places.long()].double()
         return values
 
     def entries(self, source: Source) -> Tensor:

@@ -87,9 +87,10 @@ def expected_gradients(config: GPT2Config, state: Samples, roles: Roles, sampler
             slope = one.gradient.cpu().double().reshape(len(one.ids), -1, one.gradient.shape[-1])[..., : config.vocab_size]
             logits = model.head(model.hidden(one.ids.cpu(), rows=F.embedding(one.ids.cpu(), table)))
             (logits[:, -slope.shape[1] :] * slope).sum().backward()
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert table.grad is not None
-    head = {TABLE: found.get(TABLE, torch.zeros_like(table))}  # none, if the head is untied
+    found = {name: p.new_tensor(torch.nan).expand(p.shape) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    head = {name: grad.new_zeros(()).expand(grad.shape) for name, grad in found.items()}
+    head |= {} if model.wte.weight.grad is None else {TABLE: model.wte.weight.grad}  # None, if the head is untied
     out: Shares = {}
     for name, parameter in sampler.parameters.items():
         source = roles.sources.get(name)
