@@ -93,6 +93,16 @@ def test_another_checkpoint_is_diagnosed_without_a_port(checkpoint: Path, tmp_pa
     assert "unknown model 'gtp2'" in mistake(capsys, "diagnose", "gtp2")
 
 
+@pytest.mark.parametrize("text", ["{", "5", "[]", "[" * 100_000, '{"verdict": "equal"}', '{"causes": [1], "notes": []}', "\xff"])
+def test_a_damaged_answer_is_one_line(text: str, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file runs in the process that writes the answer, and may write there too: it was our traceback."""
+    (tmp_path / "port.py").write_text("def build(): ...")
+    write_answer = lambda command, folder, *rest: (folder / "answer.json").write_text(text, encoding="latin-1")  # noqa: E731
+    monkeypatch.setattr(runner, "watch", write_answer)
+    said = refusal(runner.run, str(tmp_path / "port.py"), str(checkpoint))
+    assert "port.py:build: the answer of its process is damaged (" in said
+
+
 ENDLESS = """
 import pathlib, subprocess, sys, time
 import gpt2

@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import Target, target
@@ -29,6 +30,7 @@ DIAGNOSIS_FACTOR = 20  # the diagnosis may take this many times as long
 PROGRESS = "progress"  # the file in which the process says what it does
 POLL_SECONDS = 0.2  # between two looks at it
 MAX_PROGRESS = 200  # characters shown of it
+MAX_ANSWER = 1 << 24  # bytes read of an answer, which is JSON of some thousands
 # By stage: what did not end in time, and when the process ended.
 STAGES = {
     "import": ("being imported", "while it was imported"),
@@ -75,9 +77,19 @@ def run(
         code = watch(command, folder, 2 * limits["whole"], progress)
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
-        answer = json.loads((folder / "answer.json").read_text())
-    if "error" in answer:
-        raise InputError(answer["error"])
+        try:
+            with open(folder / "answer.json", "rb") as file:
+                answer = json.loads(file.read(MAX_ANSWER))
+            if "error" not in answer:
+                return _diagnosis(answer)
+            words = str(answer["error"])
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            why = f"{type(error).__name__}: {error}"[:200]
+            words = f"{port.shown}: the answer of its process is damaged ({why}); does {port.name} write into other folders?"
+    raise InputError(words)
+
+
+def _diagnosis(answer: dict[str, Any]) -> Diagnosis:
     causes = ({**cause, "places": tuple(Place(**place) for place in cause["places"])} for cause in answer["causes"])
     answer |= {"causes": tuple(Cause(**cause) for cause in causes), "notes": tuple(answer["notes"])}
     if answer["first_divergence"]:
