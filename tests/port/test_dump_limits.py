@@ -14,7 +14,6 @@ import gpt2
 from gpt2.measure.tracing import trace
 from gpt2.port.alternatives.alternative import Changed
 from gpt2.port.dump.examination import computed_in
-from gpt2.port.fits.dropout import looks_dropped
 from gpt2.port.graph import Formula, Model, Program, Site, State
 from gpt2.port.terms.causes import SURE
 from gpt2.port.terms.tolerance import measured
@@ -196,18 +195,3 @@ def test_a_few_arrays_of_more_digits_are_no_sign_of_float64() -> None:
     assert computed_in(single, [double]) == ([torch.float32, torch.float64], None)
     assert computed_in(double, [single, single]) == ([torch.float32, torch.float64], None)
     assert computed_in(double, [double, torch.ones(2, dtype=torch.float32)]) == ([torch.float64, torch.float32], None)
-
-
-def test_dropout_is_known_by_its_zeros() -> None:
-    """A drop of whole tokens, features or regions, and zeros below which nothing is, are other faults; so are hidden scores."""
-    drawn = torch.Generator().manual_seed(0)
-    value = torch.randn(24, 48, generator=drawn, dtype=torch.float64)
-    random = torch.rand(24, 48, generator=drawn) < 0.1
-    assert looks_dropped(value * ~random, 12)
-    region = torch.zeros(24, 48, dtype=torch.bool)
-    region[:12, :24] = True
-    for other in (torch.zeros(24, 48, dtype=torch.bool), random[:, :1].expand_as(random), random[:1].expand_as(random), region):
-        assert not looks_dropped(value * ~other, 12)
-    assert not looks_dropped(value.relu(), 12)
-    scores = torch.randn(12, 8, 12, generator=drawn, dtype=torch.float64) * torch.ones(12, 12).tril()[:, None]
-    assert not looks_dropped(scores.view(24, 48), 12)

@@ -33,19 +33,3 @@ def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
     words += f"as by dropout with p = {1 - 1 / factor:.3g}"
     fault = Cause.at("ffn-dropout" if part == "mlp.act" else "dropout-active", part, words)
     return seen.fitted(torch.where(zero | (at & (value == 0)), 0.0, factor * right), rows, fault)
-
-
-def looks_dropped(value: Tensor, tokens: int) -> bool:
-    """Whether numbers (..., D), of both signs, are zero at random places: nothing else in a forward pass makes such zeros.
-
-    Scores are zero where a mask hides keys: the same places of all ``tokens`` again and again.
-    """
-    zero = (value == 0).flatten(0, -2)
-    count, share = int(zero.sum()), float(zero.double().mean())
-    if count < LEAST or not 0.01 < share < MOST or bool(zero.all(0).any()) or bool(zero.all(1).any()):
-        return False
-    keys = zero.view(-1, tokens)[zero.view(-1, tokens).sum(1) > 1] if zero.numel() % tokens == 0 else zero[:0]
-    if len(keys) and 2 * len(keys.unique(dim=0)) < len(keys):
-        return False
-    pairs = int((zero[:, 1:] & zero[:, :-1]).sum())  # of neighbours, as in a region that is not computed
-    return pairs < 2 * share * count + LEAST / 4 and bool((value > 0).any()) and bool((value < 0).any())
