@@ -148,7 +148,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
             found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
     env = environment([side.dtype] if side.dtype else [])
     text = replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
-    return Noise(side.describe(), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)
+    return Noise(side.describe().hashed(), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)
 
 
 def _alone(run: Logits, rows: Tensor) -> Tensor:

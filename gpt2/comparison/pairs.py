@@ -96,8 +96,8 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
     parts_of = ("distributions", "weights", "activations", "words", "cases", "floor")
     return Comparison(
-        a=a,
-        b=pair.model,
+        a=a.hashed(),
+        b=pair.model.hashed(),
         compatibility=pair.compatibility.without(first.rows_left_out | others[0].rows_left_out),
         text=passage.scored,
         **{name: getattr(pair, name) for name in parts_of},

@@ -12,6 +12,7 @@ from support.pages import assert_whole_by_itself
 from support.random_models import changed, noisy
 
 import gpt2
+from gpt2.checkpoint.saving import sha256
 from gpt2.cli.main import main
 from gpt2.comparison import pairs
 from gpt2.comparison.many_results import Comparisons
@@ -61,15 +62,21 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
     assert (behind.value, behind.low, behind.high) == pytest.approx((ratio.value, ratio.low, ratio.high), rel=1e-6)
 
 
-def test_files_are_hashed_where_a_hash_is_shown(names: list[str], text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A table of five gpt2-xl read 30 GB for hashes that it does not show. Control: JSON and the page have them."""
-    hashed = list[Path]()
-    monkeypatch.setattr(side, "sha256", lambda path: (hashed.append(path), "ab")[1])
-    report = gpt2.compare(*names[:3], on=text, tokens=40)
+def test_files_are_hashed_where_a_hash_is_shown(
+    names: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table of five gpt2-xl read 30 GB for hashes that it does not show. Control: JSON and the page have them, of what is there."""
+    hashed, own = list[Path](), shutil.copytree(names[0], tmp_path / "own")
+    monkeypatch.setattr(side, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
+    report = gpt2.compare(str(own), *names[1:3], on=text, tokens=40)
     assert report.table()
     assert hashed == []
-    assert "sha256 ab" in report.html()
-    assert all(each["model"]["files"]["model.safetensors"] == "ab" for each in json.loads(report.to_json())["candidates"])
+    (own / "merges.txt").unlink()
+    digest = sha256(own / "model.safetensors")
+    assert digest in report.html()
+    files = json.loads(report.to_json())["candidates"][0]["model"]["files"]
+    assert files["model.safetensors"] == digest
+    assert "merges.txt" not in files
 
 
 def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property, partial
 from pathlib import Path
@@ -55,6 +55,10 @@ class Model:
     def files(self) -> dict[str, str]:
         """Name -> sha256 of its files, which are read when this is first asked for: JSON and pages alone show it."""
         return self.hashes()
+
+    def hashed(self) -> Model:
+        """Return the same, its files read now: they may be gone when a report is written."""
+        return replace(self, hashes=partial(dict[str, str], self.files))
 
     @property
     def official(self) -> Official | None:
@@ -174,7 +178,7 @@ class Side(ABC):
 
 
 def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: sha256(path) for name, path in files.items()}
+    return {name: sha256(path) for name, path in files.items() if path.exists()}
 
 
 def require_head(width: int, side: Side, sides: Iterable[Side]) -> None:
