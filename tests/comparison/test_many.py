@@ -65,7 +65,7 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
 def test_files_are_hashed_where_a_hash_is_shown(
     names: list[str], text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table of five gpt2-xl read 30 GB for hashes that it does not show. Control: JSON and the page have them, of what is there."""
+    """A table of five gpt2-xl read 30 GB for hashes that it does not show. JSON and the page have those of what is there."""
     hashed, own = list[Path](), shutil.copytree(names[0], tmp_path / "own")
     monkeypatch.setattr(side, "sha256", lambda path: (hashed.append(path), sha256(path))[1])
     report = gpt2.compare(str(own), *names[1:3], on=text, tokens=40)
