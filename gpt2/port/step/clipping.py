@@ -37,6 +37,7 @@ LARGEST = ClipKind(
 )
 EACH = ClipKind("clip-per-tensor", "that of each parameter is clipped to {:.6g}", lambda g: {n: one.two for n, one in g.items()})
 ENTRY = ClipKind("clip-by-value", "entries beyond {:.6g} are cut", lambda g: {n: one.largest for n, one in g.items()})
+KINDS = (NORM, LARGEST, EACH, ENTRY)  # of two that explain the gradients as well, the first
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = No
     untouched = [plain.errors(*pair) for pair in pairs]
     found = [(max(EXACT, *map(_worst, untouched)), plain, untouched)]
     cut = [used for (_, used), passed in zip(pairs, untouched, strict=True) if _worst(passed) > EXACT]
-    for kind in (NORM, LARGEST, EACH, ENTRY) if cut else ():
+    for kind in KINDS if cut else ():
         way = Clip(kind, max(max(kind.sizes(used).values()) for used in cut), share)
         errors = [min(way.errors(*pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
         found.append((max(EXACT, *map(_worst, errors)), way, errors))
