@@ -216,11 +216,13 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
             changes = {} if last else optimizers[0].changes(expected)
             for number, step in enumerate((each or NOTHING for each in row), start=1):
                 for name in expected.names if number > 1 else ():
-                    if not last or name in undecided:
-                        right, start = expected[name], 0 if number == 2 else number
-                        both = number == 2 and errors_of_both(own[name], step[name], right)
-                        for place, error in enumerate(both or [relative_error(step[name], right)], start):
-                            errors[name][place].append(error)
+                    if last and name not in undecided:
+                        continue
+                    if number > 2:  # a noisy model
+                        errors[name][number].append(relative_error(step[name], expected[name]))
+                        continue
+                    for place, error in enumerate(errors_of_both(own[name], step[name], expected[name])):
+                        errors[name][place].append(error)
                 if not last:
                     changed = optimizers[number].changes(step)
                     if changes:

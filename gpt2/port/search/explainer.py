@@ -127,10 +127,10 @@ class Explainer:
         arrays = list(self.observation.unexplained(node, base.state[node], base.seen.values()))
         if not arrays:
             return
-        search = PartSearch(self.blocks.part(base, node, arrays[0]))
+        part = self.blocks.part(base, node, arrays[0])
         rows = torch.stack([seen.value[:1] for seen in arrays])
-        bounds = search.bound * rows.square().flatten(1).mean(1).sqrt()
-        for few, values in Batch(search.part, 1).values(some):
+        bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
+        for few, values in Batch(part, 1).values(some):
             self.observation.check()
             near = ((rows - value).abs().flatten(1).amax(1) <= bounds for value in values)
             yield from (one for one, agrees in zip(few, near, strict=True) if bool(agrees.any()))

@@ -22,8 +22,6 @@ from gpt2.port.search.part import BETTER, Fitting, Part
 
 MAX_CONFIRMED = {True: 40, False: 12}  # candidates that are computed exactly, by whether the model is small
 LATE_CONFIRMED = 3  # the nearest, which are computed even where the budget is spent
-# The largest error of a fit on few tokens, beside the tolerance, by whether the model is small; of a large one, in float32.
-SIEVED = {True: 1e-12, False: 5e-5}
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 LAG = 2  # tokens behind the first call, until which a fault of later calls shows
 FEW_LEFT = 8  # faults in calls that are run whole
@@ -116,7 +114,6 @@ class PartSearch:
         self.part, self.budget, self.progress = part, part.model.budget, progress
         self.faults, self.small, self.wrong = Faults(part), part.model.small, part.wrong_tokens
         self.untried: tuple[str, ...] = ()
-        self.bound = 2 * part.allowed(part.end) + SIEVED[self.small]
         self.whole = Batch(part)
         self.row = self.whole if self.small else Batch(part, 1)
         self.few = self.row if self.small or not part.shows_all else Batch(part, 1, FEW)
@@ -177,7 +174,7 @@ class PartSearch:
                 yield from (faults.everywhere(one, seen_in) for one in inside if not (one.steps and prompt))
         plain = {faults.everywhere(one): one for one in faults.plain if one.edits and not one.sees}
         for some, values in self.whole.values([*plain]):  # of a prompt alone: of as many tokens as it gives
-            size = self.bound * self.whole.wanted.square().mean().sqrt()
+            size = self.part.bound * self.whole.wanted.square().mean().sqrt()
             right = ((values - self.whole.wanted).abs().amax(-1).flatten(1, -2).amax(1) <= size).cumprod(1).sum(1).tolist()
             for one, length in zip(some, right, strict=True):
                 if max(first + 1, LATER) <= length < faults.tokens:
@@ -191,7 +188,7 @@ class PartSearch:
             if tokens > 1 and (count == 1 or len(some) > FEW_LEFT):
                 of = {self.faults.everywhere(one, None if count == 1 else how): one for one in some}
                 near = Batch(self.part, 1, tokens).errors([*of])
-                some = [of[one] for error, one in near if error <= 2 * self.bound + 1e-6]
+                some = [of[one] for error, one in near if error <= 2 * self.part.bound + 1e-6]
             giving[key] = some
         return giving[key]
 
@@ -203,7 +200,7 @@ class PartSearch:
                 sees = {two.sees for two, _ in one.sites}
                 batch = self.whole if ROWS in sees else self.row if TEXT in sees else self.few
                 groups.setdefault(batch, []).append(one)
-        most = math.inf if self.part.softmaxed else self.bound
+        most = math.inf if self.part.softmaxed else self.part.bound
         rounded = max(most, self.part.right_errors[self.part.end] / BETTER)  # it may leave a few numbers as they are
         for batch, group in groups.items():
             self.progress(f"{self.part.end}: {len(group)} {words}")
@@ -215,7 +212,7 @@ class PartSearch:
 
         What may fit because it rounds numbers is computed exactly, which takes long, only where nothing nearer fits.
         """
-        near = [one for error, one in nearest if error <= self.bound or self.part.softmaxed]
+        near = [one for error, one in nearest if error <= self.part.bound or self.part.softmaxed]
         tried, fits = [self.part.fit(Candidate())], list[Fitting]()
         for candidates in (near, [one for _, one in nearest[len(near) :]]):
             for one in candidates:

@@ -19,6 +19,8 @@ from gpt2.port.graph import ORDER, Entrance, Function, Model, Program, State, st
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
+# The largest error of a fit on few tokens, beside the tolerance, by whether the model is small; of a large one, in float32.
+SIEVED = {True: 1e-12, False: 5e-5}
 ROW_SUM_BOUND = 1e-3  # of probabilities that a program stored in float16
 MIN_ROWS = 4  # positions from which a bias of the head can be fitted
 NEARLY = 10.0  # times the tolerance: logits of one token, by their own size
@@ -98,6 +100,11 @@ class Part:
 
     def allowed(self, point: str) -> float:
         return self.tolerance.get(point, 0.0)
+
+    @property
+    def bound(self) -> float:
+        """The largest relative error at the end of what may fit, by a few tokens."""
+        return 2 * self.allowed(self.end) + SIEVED[self.model.small]
 
     @cached_property
     def right(self) -> State:

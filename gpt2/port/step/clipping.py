@@ -22,7 +22,7 @@ EXACT, FITS = 1e-5, 1e-3  # relative errors of a gradient: as it is; clipped (to
 
 
 class ClipKind(NamedTuple):
-    """A measure that must not exceed the limit, for each parameter; the cause that a clip by it is, and words."""
+    """A way to clip: what it measures of each gradient, which must not exceed the limit; the id of its cause, and its words."""
 
     id: str
     words: str
