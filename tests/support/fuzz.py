@@ -173,7 +173,6 @@ def forbid(event: str, args: tuple[object, ...]) -> None:
 
 def fuzz(files: dict[Path, Read], count: int, seed: int, damage: Callable[..., bytes] = damaged) -> dict[str, Any]:
     """Run ``count`` damaged inputs; return how many loaded, each refusal without names and numbers, and what fell."""
-    torch.set_num_threads(1)
     whole, loaded, refused, fallen = {path: path.read_bytes() for path in files}, 0, Counter[str](), list[str]()
     for path, read in files.items():
         read(path)  # the control: whole, it is read
@@ -208,6 +207,7 @@ if __name__ == "__main__":
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
         torch.manual_seed(options.seed)
+        torch.set_num_threads(1)
         files = victims(Path(name))
         sys.addaudithook(forbid)
         print(json.dumps(fuzz(files, options.count, options.seed)))
