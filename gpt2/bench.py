@@ -24,7 +24,7 @@ from gpt2.model import GPT2
 from gpt2.options import pick
 from gpt2.parity import reference
 from gpt2.sampling import Sampling
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Ours:
         return seconds(lambda: [next(steps) for _ in range(tokens)])
 
     def loss(self, x: Tensor, y: Tensor) -> Tensor:
-        return Scored(self.model)(x, y)  # as in a training step of gpt2 train
+        return WithLoss(self.model)(x, y)  # as in a training step of gpt2 train
 
 
 class Transformers:

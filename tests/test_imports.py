@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from functools import cache
 from pathlib import Path
 
@@ -140,6 +141,13 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
     code = "import gpt2.comparison, gpt2.generation, gpt2.parity, gpt2.port.diagnosis, gpt2; "
     code += "print([getattr(gpt2, n).__name__ for n in ('compare', 'generate', 'verify', 'diagnose')])"
     assert forks.run("-c", code).stdout.strip() == "['compare', 'generate', 'verify', 'diagnose']"
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """``Model`` was three things, ``Source`` three, ``Part`` three: a reader had to look up which one an import was."""
+    names = Counter(node.name for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
+    assert len(names) > 300
+    assert [name for name, times in names.items() if times > 1] == []
 
 
 def test_a_module_says_first_what_it_is_for() -> None:

@@ -31,7 +31,7 @@ from gpt2.model import GPT2
 from gpt2.optim import adamw
 from gpt2.train.cost import gemm_rate, operations
 from gpt2.train.feed import Feed
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 from gpt2.train.models import prepare
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
@@ -83,7 +83,7 @@ def ours(text: str, gpu: bool, checkpointing: bool) -> Callable[[], object]:
     model, device = GPT2(config), "cuda" if gpu else "cpu"
     prepare(model.to(device), recipe)
     ids = np.random.default_rng(0).integers(0, config.vocab_size, 100_000).astype(np.int32)
-    scored, optimizer, steps = Scored(model), adamw(model, recipe.optim), iter(range(1 << 30))
+    scored, optimizer, steps = WithLoss(model), adamw(model, recipe.optim), iter(range(1 << 30))
     feed = Feed(ids, Ranks(device=torch.device(device)))
     return lambda: optimizer_step(scored, optimizer, feed, recipe, next(steps), 1e-5)
 

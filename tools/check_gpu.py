@@ -37,7 +37,7 @@ from gpt2.checkpoint.loading import require_device
 from gpt2.errors import require_writable
 from gpt2.measure.placement import device_name
 from gpt2.train.loop import train
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 
 Rows = list[tuple[str, str, bool]]  # what was checked, what was found, whether it holds
 PRECISIONS = ("", ":bf16")
@@ -145,7 +145,7 @@ def repeats(model: str, device: str, kept: dict[str, Any]) -> Rows:
 
     def step() -> tuple[torch.Tensor, ...]:
         loaded.zero_grad(set_to_none=True)
-        loss = Scored(loaded)(ids[:, :-1], ids[:, 1:])
+        loss = WithLoss(loaded)(ids[:, :-1], ids[:, 1:])
         loss.backward()
         return (loss.detach(), *(parameter.grad for parameter in loaded.parameters() if parameter.grad is not None))
 

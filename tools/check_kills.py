@@ -31,7 +31,7 @@ from gpt2.checkpoint.card import CURVES
 from gpt2.checkpoint.saving import CARD
 from gpt2.train import state
 from gpt2.train.loop import train
-from gpt2.train.recipe import Data, Model, Optim, Recipe
+from gpt2.train.recipe import Data, NewModel, Optim, Recipe
 
 OF_CARD = (CARD, CURVES)  # derived from the rest, with the folder's name
 TIMED = ("tokens_per_second", "seconds_left", "mfu")  # what metrics.jsonl says beside losses differs from run to run
@@ -41,7 +41,7 @@ SIZES = {"steps": 24, "batch_size": 4, "context": 32, "log_every": 1, "eval_ever
 
 def recipe(text: Path, **changes: object) -> Recipe:
     """With dropout, evaluations and saves that fall apart, and a model large enough that writing it takes a moment."""
-    model, optim = Model(n_layer=2, n_embd=128, n_head=4, n_positions=32), Optim(lr=1e-2, min_lr=1e-3, warmup=3)
+    model, optim = NewModel(n_layer=2, n_embd=128, n_head=4, n_positions=32), Optim(lr=1e-2, min_lr=1e-3, warmup=3)
     data = Data(path=str(text), tokenizer="chars")
     usual = {"name": "kills", **SIZES, "dropout": 0.1, "sample_tokens": 4, "device": "cpu"}
     return Recipe(**{**usual, "data": data, "model": model, "optim": optim, **changes})

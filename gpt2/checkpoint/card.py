@@ -1,4 +1,4 @@
-"""Model cards: a README.md that `huggingface_hub` fills from a :class:`Record`; one that a person has edited is left as it is.
+"""Model cards: a README.md that `huggingface_hub` fills from a :class:`CardFacts`; one that a person has edited is left alone.
 
 The last line has the sha256 of what is above it: so an edited card is known.
 """
@@ -64,7 +64,7 @@ class Training:
 
 
 @dataclass(frozen=True)
-class Record:
+class CardFacts:
     """What a card says of a model's files; ``weights`` has their sha256. Without ``training`` it is a conversion of ``base``."""
 
     title: str
@@ -78,14 +78,14 @@ class Record:
     training: Training | None = None
 
 
-def of_export(done: Export, revision: str | None) -> Record:
+def of_export(done: Export, revision: str | None) -> CardFacts:
     """Return the record of exported files."""
     folder, base = Path(done.directory).resolve(), Base.of(done.model if revision is None else f"{done.model}@{revision}")
     weights = {file.name: file.sha256 for file in done.files if file.name.endswith((".safetensors", ".gguf", ".bin"))}
-    return Record(folder.name, done.format, done.type, weights, done.config, ChatFormat.read(folder), base, done.notes)
+    return CardFacts(folder.name, done.format, done.type, weights, done.config, ChatFormat.read(folder), base, done.notes)
 
 
-def render(record: Record) -> str:
+def render(record: CardFacts) -> str:
     """Return the whole card."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
@@ -133,7 +133,7 @@ def _own(text: str) -> str | None:
     return mark[1] if mark and _marked(mark[1]) == text else None
 
 
-def write_card(folder: Path, record: Record) -> str:
+def write_card(folder: Path, record: CardFacts) -> str:
     """Write the card into ``folder``, unless a person has edited the one there; return a remark on that, or ""."""
     if edited_card(folder) is not None:
         return f"{folder / CARD} is not as gpt2 wrote it, so it is left as it is"

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import gguf_file
-from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, KINDS, SCALARS, STRING, Kind, dequantised, padded
+from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, KINDS, SCALARS, STRING, Format, dequantised, padded
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
 from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config, quoted
@@ -32,7 +32,7 @@ KIND = {kind.name.lower(): (number, kind) for number, kind in KINDS.items()}
 U32, I32, F32, BOOL = 4, 5, 6, 7  # GGUF's numbers of metadata types
 PIECE = 1 << 20  # weights converted at a time
 Metadata = dict[str, tuple[int, Any]]  # name -> (type, value); for an array the type of its elements, and a list
-Row = tuple[str, Tensor, int, Kind]  # name in the file, values, GGUF's number of the kind, kind
+Row = tuple[str, Tensor, int, Format]  # name in the file, values, GGUF's number of the kind, kind
 
 
 def require_formulas(config: GPT2Config, what: str, has: str, more: Mapping[str, bool] | None = None) -> None:
@@ -184,7 +184,7 @@ def _text(text: str) -> bytes:
     return len(encoded).to_bytes(8, "little") + encoded
 
 
-def _encoded(rows: Tensor, kind: Kind, name: str) -> Tensor:
+def _encoded(rows: Tensor, kind: Format, name: str) -> Tensor:
     stored = _quantised(rows.float()) if kind.block > 1 else rows.to(kind.dtype)
     scales = stored[:, :2].contiguous().view(torch.float16) if kind.block > 1 else stored
     if not scales.isfinite().all() and (kind.block > 1 or rows.isfinite().all()):

@@ -42,7 +42,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Target:
+class Repository:
     """A repository before the upload: ``commit`` is its newest one, or None if it must be created."""
 
     url: str
@@ -106,7 +106,7 @@ def _check_model(folder: Path, given: Path) -> tuple[set[str], list[str]]:
     return weights, rows_note(tokenizer, model.config, str(folder))
 
 
-def look(planned: Plan, *, public: bool) -> Target:
+def look(planned: Plan, *, public: bool) -> Repository:
     """Ask the Hub for the repository; nothing is sent. Raises InputError: no token or answer, or public and not ``public``."""
     repo = planned.repo
     with explained(repo, otherwise=AGAIN):
@@ -119,13 +119,13 @@ def look(planned: Plan, *, public: bool) -> Target:
         try:
             info = HfApi().model_info(repo)
         except RepositoryNotFoundError:
-            return Target(url, not public, None)
+            return Repository(url, not public, None)
     if info.private is not True and not public:
         raise InputError(f"{url} is public already; add --public, or choose another name for a private one")
-    return Target(url, info.private is True, info.sha)
+    return Repository(url, info.private is True, info.sha)
 
 
-def send(planned: Plan, target: Target) -> tuple[str, list[str]]:
+def send(planned: Plan, target: Repository) -> tuple[str, list[str]]:
     """Create the repository if need be, upload, and commit; return the commit, and the files whose hash there is another.
 
     The commit fails if the repository has changed since :func:`look`. Raises InputError: the Hub refuses or does not answer.

@@ -10,7 +10,7 @@ from gpt2.options import Command, argument, option
 from gpt2.pages.streams import Status
 
 if TYPE_CHECKING:
-    from gpt2.checkpoint.publish import Plan, Target
+    from gpt2.checkpoint.publish import Plan, Repository
 
 EXAMPLES = """\
   gpt2 publish model me/mini --dry-run                   what would be sent; sends nothing
@@ -67,7 +67,7 @@ def run(args: PublishSettings) -> int:
     return finish(args, body, text, code=1 if wrong else 0)
 
 
-def _plan(args: PublishSettings, planned: "Plan", target: "Target | None") -> str:
+def _plan(args: PublishSettings, planned: "Plan", target: "Repository | None") -> str:
     state = "private" if (target.private if target else not args.public) else "public"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
     not_sent = [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []

@@ -37,7 +37,7 @@ BAR = 10  # characters of the longest bar
 
 
 @dataclass(frozen=True)
-class Part:
+class BlamedPart:
     """What a part of b carries: ``alone`` is KL(a‖a with this part of b) in nats a token, over ``tensors`` that differ.
 
     ``gain`` is the change of the text's mean log-probability, also nats a token: above 0, the part predicts the text better.
@@ -61,8 +61,8 @@ class Blame:
     """
 
     tokens: int
-    parts: tuple[Part, ...]
-    halves: tuple[Part, ...]
+    parts: tuple[BlamedPart, ...]
+    halves: tuple[BlamedPart, ...]
     whole: Estimate
     gain: Estimate
     passes: float
@@ -81,7 +81,7 @@ class Blame:
         yield Section(note=dim(f"{measured}; {self.tokens:,} tokens, {self.passes:.0f} forward passes"))
 
 
-def _table(parts: Sequence[Part], title: str = "", note: str | None = None) -> Section:
+def _table(parts: Sequence[BlamedPart], title: str = "", note: str | None = None) -> Section:
     ordered, longest, rows = any(part.in_order for part in parts), max(part.alone.value for part in parts), []
     for part in parts:
         bar = "█" * round(BAR * part.alone.value / longest) if 0 < longest < math.inf and part.alone.value > 0 else ""
@@ -185,8 +185,8 @@ def find_blame(
     effects = _effects(mixed, wanted, ids, batches, vocab, progress)
     means = {own: (bootstrap.mean(kl), bootstrap.mean(gained)) for own, (kl, gained) in zip(wanted, effects, strict=True)}
     of_parts = zip(parts.items(), in_order, strict=True)
-    levels = tuple(Part(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
-    half_parts = tuple(Part(name, len(own), *means[own], None) for name, own in halves.items())
+    levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
+    half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())
     return Blame(len(ids) - 1, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
     from gpt2.comparison.passage import Scored
-    from gpt2.comparison.sides.side import Model
+    from gpt2.comparison.sides.side import ComparedModel
     from gpt2.comparison.weights import TensorChange
     from gpt2.comparison.words import Word
     from gpt2.measure.environment import Environment
@@ -126,7 +126,7 @@ def in_percent(distance: float) -> str:
     return f"{share:.0f}" if share >= 99.5 else f"{share:#.2g}".rstrip(".") if share >= 0.01 else f"{share:.0e}"
 
 
-def made_with(models: Sequence[Model], text: Scored, environment: Environment, **options: object) -> Section:
+def made_with(models: Sequence[ComparedModel], text: Scored, environment: Environment, **options: object) -> Section:
     """Return the section of a page that says how to make it again; of models in memory as a call in Python."""
     if not any(model.name.startswith(TRACE) for model in models):  # which hold their own text
         options = ({"on": text.name} if text.sha256 else {}) | {"tokens": text.tokens, **options}

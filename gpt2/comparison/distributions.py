@@ -37,7 +37,7 @@ class Language:
 
 
 @dataclass(frozen=True)
-class Divergence:
+class DivergenceFigures:
     """A divergence, nats: mean, percentiles, maximum and its place in the text."""
 
     mean: Estimate
@@ -81,9 +81,9 @@ class Distributions:
     ratio: Estimate
     difference: Estimate
     bits: Estimate
-    kl_ab: Divergence
-    kl_ba: Divergence
-    js: Divergence
+    kl_ab: DivergenceFigures
+    kl_ba: DivergenceFigures
+    js: DivergenceFigures
     same_top: Estimate
     change: Change
     by_position: tuple[Bin, ...]
@@ -143,10 +143,10 @@ def language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstr
     return Language(score, perplexity, bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2)))
 
 
-def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> Divergence:
+def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> DivergenceFigures:
     worst = int(values.argmax())  # argmax counts NaN as the largest
     named = zip((f"{percent:g}" for percent in PERCENTILES), percentiles(values, PERCENTILES), strict=True)
-    return Divergence(bootstrap.mean(values), dict(named), values[worst].item(), int(index[worst]))
+    return DivergenceFigures(bootstrap.mean(values), dict(named), values[worst].item(), int(index[worst]))
 
 
 def _by_position(tokens: Tokens) -> tuple[Bin, ...]:

@@ -17,7 +17,7 @@ from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment
@@ -36,7 +36,7 @@ class Pair:
     not the first's. ``moved`` is the norm of the weights' change from the first model over the norm.
     """
 
-    model: Model
+    model: ComparedModel
     size: int | None
     tokens_per_second: float
     language: Language

@@ -17,7 +17,7 @@ from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_passage, open_side
-from gpt2.comparison.sides.side import Model, vocabulary
+from gpt2.comparison.sides.side import ComparedModel, vocabulary
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label, environment
 from gpt2.measure.estimates import Bootstrap, Estimate
@@ -79,7 +79,7 @@ class Way:
 class Noise(Printed):
     """The floor of a model (None: of int8 and engines), beside what a batch, padding and another dtype make."""
 
-    model: Model
+    model: ComparedModel
     text: Scored
     floor: Floor | None
     ways: tuple[Way, ...]

@@ -17,7 +17,7 @@ from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment
@@ -36,8 +36,8 @@ class Comparison(Printed):
 
     command: ClassVar[str] = "gpt2 compare"
 
-    a: Model
-    b: Model
+    a: ComparedModel
+    b: ComparedModel
     compatibility: Compatibility
     text: Scored
     weights: WeightChanges | None

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import ComparedModel
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment
 from gpt2.pages.drawing import matplotlib_of_our_own
@@ -58,7 +58,7 @@ class AttentionReport(Printed):
     heads_b: tuple[Head, ...]
     maps: Tensor = field(repr=False, compare=False)
     maps_b: Tensor | None = field(default=None, repr=False, compare=False)
-    models: tuple[Model, ...] = ()
+    models: tuple[ComparedModel, ...] = ()
     environment: Environment | None = None
 
     def to_json(self) -> str:

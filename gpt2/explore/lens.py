@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import Model, environment_of, text_tokenizers
+from gpt2.comparison.sides.side import ComparedModel, environment_of, text_tokenizers
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -38,7 +38,7 @@ class Explorer:
 
     sides: tuple[CheckpointSide, ...]
     models: tuple[nn.Module, ...]
-    described: tuple[Model, ...]
+    described: tuple[ComparedModel, ...]
     tokenizers: tuple[Tokenizer, ...]
     environment: Environment
 
@@ -83,7 +83,7 @@ def read_out(model: nn.Module, stream: Tensor) -> Tensor:
     return head_of(model, root.ln_f(stream.to(root.wte.weight.device))).cpu()
 
 
-def _look(model: nn.Module, described: Model, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
+def _look(model: nn.Module, described: ComparedModel, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
     """Return the lens, and the logits (T, V) of the last point."""
     points = ("embed", *(point_at(layer, "") for layer in range(len(root_of(model).h))))
     readings, attention = [], []

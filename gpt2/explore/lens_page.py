@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gpt2.comparison.sides.side import Model
+from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.words import Choice
 from gpt2.data.files import write_output
 from gpt2.errors import InputError
@@ -45,7 +45,7 @@ class Lens:
     being the model's prediction; ``attention`` is (layers, heads, T, T), float32.
     """
 
-    model: Model
+    model: ComparedModel
     tokens: tuple[str, ...]
     points: tuple[str, ...]
     readings: tuple[tuple[Reading, ...], ...]

@@ -46,7 +46,7 @@ def forward(subject: Subject) -> None:
     _windows(subject, [each.hidden for each in noise])
 
 
-class Noise(NamedTuple):
+class SampleErrors(NamedTuple):
     """What one sample with random errors is off by: at the final norm, in the logits of each way of reading the first rows, and
     the largest logit's error of the last row at the positions that chose a text.
     """
@@ -56,7 +56,7 @@ class Noise(NamedTuple):
     largest: float
 
 
-def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor, Tensor, list[Noise]]:
+def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor, Tensor, list[SampleErrors]]:
     """Compare all models at every point, block by block.
 
     Return transformers' logits in float64, its best ids in ``dtype`` of the last row (T,), and the errors of each sample with
@@ -79,7 +79,7 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
     seen: list[str] = []
     logits: list[Tensor] = []
     hidden: list[float] = []
-    noise: list[Noise] = []
+    noise: list[SampleErrors] = []
     with closing(lockstep(*walks)) as every_step:  # a difference, or Ctrl-C, ends the threads
         for steps in every_step:
             expected, exact = next(steps) or Recorded(), next(steps) or Recorded()
@@ -109,7 +109,7 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
                     for at_norm, each in zip(hidden, samples, strict=True):
                         ways = _ways(subject.probe, each[:-1], tensor[:-1], whole=False)
                         of_ways = [relative_error(part, right) for _, _, part, right in ways]
-                        noise.append(Noise(at_norm, of_ways, max_abs(each[-1, chosen], tensor[-1, chosen])))
+                        noise.append(SampleErrors(at_norm, of_ways, max_abs(each[-1, chosen], tensor[-1, chosen])))
                 del samples
             noisy.clear()
             seen += expected

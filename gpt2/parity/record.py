@@ -32,7 +32,7 @@ class Kind(StrEnum):
 
 
 @dataclass(frozen=True)
-class Source:
+class Publisher:
     """Who published the number, and where."""
 
     project: str
@@ -48,7 +48,7 @@ class Record:
 
     model: str  # an official name: "gpt2"
     kind: Kind
-    source: Source
+    source: Publisher
     protocol: str  # details without a field of their own
     values: tuple[float, ...] = ()
     tolerance: float = 0.0
@@ -135,7 +135,7 @@ def public_record() -> tuple[Record, ...]:
     rows: Iterator[dict[str, Any]] = (
         {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"]
     )
-    return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Source(**data["sources"][r["source"]])}) for r in rows)
+    return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Publisher(**data["sources"][r["source"]])}) for r in rows)
 
 
 @torch.inference_mode()

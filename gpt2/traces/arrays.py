@@ -17,7 +17,7 @@ from gpt2.measure.metrics import Progress, token_losses
 from gpt2.measure.tracing import part_of, points, points_size, trace_blocks
 from gpt2.model import GPT2
 from gpt2.optim import Optim, adamw
-from gpt2.traces.batch import NO_TARGET, Batch
+from gpt2.traces.batch import NO_TARGET, TokenRows
 from gpt2.train.recipe import build
 
 # What each point is, with its shape: B batch, T tokens, D width, F feed-forward, H heads, V vocabulary.
@@ -73,7 +73,7 @@ def stored(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return kept
 
 
-def forward(model: GPT2, batch: Batch, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+def forward(model: GPT2, batch: TokenRows, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, Tensor]]:
     """Yield every point of :mod:`gpt2.measure.tracing` in the order of computation; one block at a time is in float64."""
     yield "ids", batch.ids.to(torch.int32)
     for number, block in enumerate(trace_blocks(model, batch.ids)):
@@ -82,7 +82,7 @@ def forward(model: GPT2, batch: Batch, dtype: torch.dtype, progress: Progress) -
             yield name, stored(block.pop(name), dtype, name)
 
 
-def backward(model: GPT2, batch: Batch) -> Tensor:
+def backward(model: GPT2, batch: TokenRows) -> Tensor:
     """Put the gradients of the mean loss over the known targets into the parameters; return that loss, a scalar."""
     known = batch.targets != NO_TARGET
     losses = token_losses(model(batch.ids), batch.targets.clamp(min=0))
@@ -91,7 +91,7 @@ def backward(model: GPT2, batch: Batch) -> Tensor:
     return loss.detach()
 
 
-def gradients(model: GPT2, batch: Batch, dtype: torch.dtype, *, loss_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def gradients(model: GPT2, batch: TokenRows, dtype: torch.dtype, *, loss_only: bool = False) -> Iterator[tuple[str, Tensor]]:
     """Yield the targets, the loss, and unless ``loss_only`` every parameter's gradient."""
     if not bool((batch.targets != NO_TARGET).any()):
         raise InputError("no token has a next one, so there is no loss; give rows of two tokens or more")
@@ -102,7 +102,7 @@ def gradients(model: GPT2, batch: Batch, dtype: torch.dtype, *, loss_only: bool 
         yield GRADIENT + name, stored(parameter.grad, dtype, GRADIENT + name)
 
 
-def require_room(config: GPT2Config, batch: Batch, copies: int, itemsize: int, *, trains: bool) -> None:
+def require_room(config: GPT2Config, batch: TokenRows, copies: int, itemsize: int, *, trains: bool) -> None:
     """Raise InputError if this machine cannot hold a trace with ``copies`` of the parameters, in ``itemsize`` bytes a number."""
     rows, tokens = batch.ids.shape
     numbers, parameters = points_size(config, rows, tokens), config.num_parameters()
@@ -133,7 +133,7 @@ def described(optim: Optim) -> dict[str, object]:
 
 
 def step(
-    model: GPT2, batch: Batch, count: int, optim: Optim, dtype: torch.dtype, progress: Progress
+    model: GPT2, batch: TokenRows, count: int, optim: Optim, dtype: torch.dtype, progress: Progress
 ) -> Iterator[tuple[str, Tensor]]:
     """Train ``model`` in place for ``count`` steps; yield every parameter after each, and at the end all losses, (count + 1,).
 

@@ -25,7 +25,7 @@ SEED = 0
 
 
 @dataclass(frozen=True)
-class Batch:
+class TokenRows:
     """Token ids and next ids, each (B, T) int64, and where they came from; a token without a next one has NO_TARGET."""
 
     ids: Tensor
@@ -33,7 +33,7 @@ class Batch:
     source: str
 
     @classmethod
-    def of(cls, ids: Tensor, source: str, targets: Tensor | None = None) -> Batch:
+    def of(cls, ids: Tensor, source: str, targets: Tensor | None = None) -> TokenRows:
         """Return rows of ids; each next id is the row's own, and the last one of a row is unknown unless ``targets`` has it."""
         if targets is None:
             targets = torch.cat((ids[:, 1:], ids.new_full((len(ids), 1), NO_TARGET)), dim=1)
@@ -93,7 +93,7 @@ def _parsed(text: str, path: Path) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, *, offline: bool = False) -> Batch:
+def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, *, offline: bool = False) -> TokenRows:
     """Return four rows of ``tokens`` ids each (fewer of a short ``text``, a name or a file as for
     :func:`gpt2.measure.texts.open_text`).
 
@@ -126,6 +126,6 @@ def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, 
     return _cut(ids, rows, length, f"{opened.name} ({opened.source}), sha256 {opened.sha256[:16]}{told}")
 
 
-def _cut(ids: Tensor, rows: int, length: int, source: str) -> Batch:
+def _cut(ids: Tensor, rows: int, length: int, source: str) -> TokenRows:
     count = rows * length
-    return Batch(ids[:count].view(rows, length), ids[1 : count + 1].view(rows, length), source)
+    return TokenRows(ids[:count].view(rows, length), ids[1 : count + 1].view(rows, length), source)

@@ -19,7 +19,7 @@ from gpt2.measure.environment import environment
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import placed
 from gpt2.traces import arrays
-from gpt2.traces.batch import NO_TARGET, Batch, as_rows, default_batch, read_ids
+from gpt2.traces.batch import NO_TARGET, TokenRows, as_rows, default_batch, read_ids
 from gpt2.traces.result import Trace
 
 STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
@@ -110,7 +110,7 @@ def _batch(
     text: str | None,
     tokens: int | None,
     offline: bool,
-) -> Batch:
+) -> TokenRows:
     if ids is None:
         if targets is not None:
             raise InputError("targets are the next ids of given ids; give ids too")
@@ -123,4 +123,4 @@ def _batch(
         targets = as_rows(targets, "targets", checkpoint.config, also=NO_TARGET)
         if targets.shape != rows.shape:
             raise InputError(f"targets: have the shape {list(targets.shape)}, the ids {list(rows.shape)}; give one for each id")
-    return Batch.of(rows, "the ids given" if what == "ids" else what, targets)
+    return TokenRows.of(rows, "the ids given" if what == "ids" else what, targets)

@@ -10,7 +10,7 @@ from typing import Any
 
 from gpt2 import __version__
 from gpt2.checkpoint import card
-from gpt2.checkpoint.card import CURVES, Base, Record, Training
+from gpt2.checkpoint.card import CURVES, Base, CardFacts, Training
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import read_json
 from gpt2.checkpoint.names import WEIGHTS
@@ -39,7 +39,7 @@ def write_card(folder: Path) -> str:
         return card.write_card(folder / BEST, record)
 
 
-def record_of(folder: Path) -> Record | None:
+def record_of(folder: Path) -> CardFacts | None:
     """Return the record of a run's best model; None for a bigram."""
     try:
         raw = json.loads(read_all(folder / RECIPE))
@@ -78,7 +78,7 @@ def record_of(folder: Path) -> Record | None:
     )
     opened, weights = open_path(folder / BEST), {WEIGHTS: sha256(folder / BEST / WEIGHTS)}
     facts = (str(opened.dtype).removeprefix("torch."), weights, opened.config, ChatFormat.read(folder / BEST), base)
-    return Record(folder.resolve().name, "hf", *facts, training=training)
+    return CardFacts(folder.resolve().name, "hf", *facts, training=training)
 
 
 def settings(recipe: Recipe) -> str:

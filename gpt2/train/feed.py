@@ -11,7 +11,7 @@ from gpt2.train.parallel import ALONE, Ranks
 from gpt2.train.recipe import Recipe
 
 
-class Batch(NamedTuple):
+class StepRows(NamedTuple):
     """This rank's rows of a step, int64: inputs ``x`` and targets ``y`` (rows, context), of which some may be :data:`UNSCORED`.
 
     ``documents`` (rows, context) is given where documents of a row are kept apart. ``scored`` (rows,) counts scored targets, on
@@ -25,7 +25,7 @@ class Batch(NamedTuple):
 
 
 class Feed:
-    """Each step's :class:`Batch`, a function of ``ids``, ``marks``, recipe and step; documents that end with ``end`` are kept
+    """Each step's :class:`StepRows`, a function of ``ids``, ``marks``, recipe and step; documents that end with ``end`` are kept
     apart.
 
     On a GPU :meth:`ahead` sends the next step's windows from pinned memory while this step runs; on a CPU it does nothing.
@@ -34,9 +34,9 @@ class Feed:
     def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE, *, marks: np.ndarray | None = None, end: int | None = None) -> None:
         self.ids, self.ranks, self.marks, self.end = ids, ranks, marks, end
         self.partial = marks is not None or end is not None  # targets may be unscored
-        self.sent: tuple[tuple[int, int], Batch] | None = None
+        self.sent: tuple[tuple[int, int], StepRows] | None = None
 
-    def __call__(self, recipe: Recipe, step: int) -> Batch:
+    def __call__(self, recipe: Recipe, step: int) -> StepRows:
         key, sent = (recipe.seed, step), self.sent
         self.sent = None
         return sent[1] if sent is not None and sent[0] == key else self.send(recipe, step)
@@ -45,7 +45,7 @@ class Feed:
         if self.ranks.device.type != "cpu" and step < recipe.steps:
             self.sent = (recipe.seed, step), self.send(recipe, step)
 
-    def send(self, recipe: Recipe, step: int) -> Batch:
+    def send(self, recipe: Recipe, step: int) -> StepRows:
         x, y = batch(
             self.ids,
             recipe.context,
@@ -62,7 +62,7 @@ class Feed:
             apart = documents(x, self.end)
             y = np.where(x == self.end, UNSCORED, y)  # the first token of a document is not predicted from the one before
         counts = (y != UNSCORED).sum(1)
-        return Batch(self.copied(x), self.copied(y), torch.from_numpy(counts), None if apart is None else self.copied(apart))
+        return StepRows(self.copied(x), self.copied(y), torch.from_numpy(counts), None if apart is None else self.copied(apart))
 
     def copied(self, rows: np.ndarray) -> Tensor:
         own = torch.from_numpy(rows)

@@ -20,7 +20,7 @@ SHOWN = 400  # characters of a part of a window
 
 
 @dataclass(frozen=True)
-class Part:
+class Stretch:
     """Neighbouring tokens of a window that are all scored, or all read only, as text."""
 
     scored: bool
@@ -43,7 +43,7 @@ class Listing:
     longer: int | None
     lost: int
     notes: tuple[str, ...]
-    windows: tuple[tuple[Part, ...], ...]
+    windows: tuple[tuple[Stretch, ...], ...]
 
     def table(self) -> str:
         rows = [*self.notes]
@@ -96,10 +96,10 @@ def _scored(ids: np.ndarray, marks: np.ndarray | None, end: int | None) -> int:
     return len(ids) - unscored
 
 
-def _parts(x: list[int], y: list[int], text: Corpus) -> tuple[Part, ...]:
+def _parts(x: list[int], y: list[int], text: Corpus) -> tuple[Stretch, ...]:
     """Return a window's tokens as parts; its first token is never scored, and a class is shown by its name."""
     last = [y[-1]] if y[-1] != UNSCORED else []  # else it is not in the batch
     scored = [False, *(each != UNSCORED for each in y)]
     groups = groupby(zip(scored, [*x, *last], strict=False), key=lambda each: each[0])
     parts = ((scored, [token for _, token in group]) for scored, group in groups)
-    return tuple(Part(s, text.classes[ids[0]] if s and text.classes else text.tokenizer.decode(ids)) for s, ids in parts)
+    return tuple(Stretch(s, text.classes[ids[0]] if s and text.classes else text.tokenizer.decode(ids)) for s, ids in parts)

@@ -25,7 +25,7 @@ from gpt2.train.divergence import Rewind
 from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.interrupt import interruptions
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
@@ -121,7 +121,7 @@ class _Run:
         parallel.broadcast(self.model, ranks)
         models.prepare(self.model, recipe)
         self.feed = Feed(self.text.train_ids, ranks, marks=self.text.train_marks, end=self.text.end)
-        self.scored = parallel.wrap(Scored(self.model, partial=self.feed.partial), recipe, ranks)  # gradients of the whole batch
+        self.scored = parallel.wrap(WithLoss(self.model, partial=self.feed.partial), recipe, ranks)  # gradients of a whole batch
         self.optimizer = adamw(self.model, recipe.optim)
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)

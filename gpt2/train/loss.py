@@ -21,7 +21,7 @@ CHUNK = {"cpu": 64 * 2**20, "cuda": 512 * 2**20}  # bytes of logits alive at a t
 ALIGNED = {"cuda": 64}  # 16-bit products whose sizes are multiples of it are fast; 50,257 is odd
 
 
-class Scored(nn.Module):
+class WithLoss(nn.Module):
     """``model`` and its training loss as one module, which DDP and FSDP2 can wrap; it adds no parameters.
 
     Only with ``partial`` may targets be unscored: finding them on a GPU waits for it.
@@ -46,7 +46,7 @@ class Scored(nn.Module):
             return F.cross_entropy(logits, targets, ignore_index=UNSCORED)
         table = self.model.head_table.weight
         tie = _Tie() if table is self.model.wte.weight else None
-        rows = None if tie is None else _Rows.apply(table, ids, tie)  # type: ignore[no-untyped-call]
+        rows = None if tie is None else _EmbeddedRows.apply(table, ids, tie)  # type: ignore[no-untyped-call]
         hidden = self.model.hidden(ids, rows=rows, documents=documents).flatten(0, 1)
         if scored is not None and len(scored) < len(targets):
             hidden, targets = hidden[scored], targets[scored]
@@ -70,7 +70,7 @@ class _Tie:
         return grad
 
 
-class _Rows(torch.autograd.Function):
+class _EmbeddedRows(torch.autograd.Function):
     """``wte[ids]``; its backward also returns the gradient that :class:`_Loss` computed for the same matrix."""
 
     @staticmethod

@@ -105,7 +105,7 @@ class Data:
 
 
 @dataclass(frozen=True)
-class Model:
+class NewModel:
     """The model to train from scratch; fine-tuning takes the shape of the initial model. A bigram ignores the sizes."""
 
     kind: str = _key("gpt2", "gpt2 or bigram")
@@ -166,7 +166,7 @@ class Recipe:
     expect: float = _key(0.0, "validation loss that it reaches on its own text, in nats per token; 0: not stated")
     takes: str = _key("", "its time, and the machine")
     data: Data = field(default_factory=Data)
-    model: Model = field(default_factory=Model)
+    model: NewModel = field(default_factory=NewModel)
     optim: Optim = field(default_factory=Optim)
     lora: Lora = field(default_factory=Lora)
 

@@ -18,7 +18,7 @@ from gpt2.cli.main import main
 from gpt2.data import from_directory
 from gpt2.parity import reference, run
 from gpt2.parity.findings import PLAN
-from gpt2.parity.record import Kind, Record, Source, compute, public_record
+from gpt2.parity.record import Kind, Publisher, Record, compute, public_record
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +55,7 @@ def recorded(checkpoint: Path) -> tuple[Record, ...]:
         Kind.GREEDY_TEXT: {"prompt": "When shall", "continuation": tokenizer.decode(continued(prompt, 5))},
     }
     fields = {kind: {key: tuple(x) if isinstance(x, list) else x for key, x in of.items()} for kind, of in values.items()}
-    return tuple(Record("gpt2", kind, Source(f"a/{kind.value}", "https://a"), "", **fields[kind]) for kind in Kind)
+    return tuple(Record("gpt2", kind, Publisher(f"a/{kind.value}", "https://a"), "", **fields[kind]) for kind in Kind)
 
 
 def wrong(record: Record) -> Record:

@@ -23,7 +23,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternatives import KINDS, table
+from gpt2.port.alternatives import EDITS, table
 from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.schedule import schedules
@@ -126,7 +126,7 @@ def test_without_an_alternative_the_graph_is_the_model(calls: Calls) -> None:
 
 def test_every_file_adds_to_the_table_and_every_cause_is_known() -> None:
     """A file that is not imported adds nothing, and a cause without a row ends a report with an exception."""
-    assert {make.__module__ for make in FAMILIES} == {kind.__name__ for kind in KINDS}
+    assert {make.__module__ for make in FAMILIES} == {kind.__name__ for kind in EDITS}
     ids_of = {id for one in alternatives() for id, _ in ((one.id, ""), *one.also)}
     assert ids_of <= CAUSES.keys()
     labels = [one.label for make in FAMILIES for one in make(Model(model().state_dict(), CONFIG, ids()))]

@@ -75,8 +75,8 @@ class Run:
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
         elif self.change == "nan on rank 1" and rank == 1:
-            forward, calls = loop.Scored.forward, iter(range(10**6))
-            loop.Scored.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)
+            forward, calls = loop.WithLoss.forward, iter(range(10**6))
+            loop.WithLoss.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)
         if rank and not self.recipe.data.tokens:
             loop.corpus = None  # rank 0 alone reads a text
         if os.environ.get("LOCAL_RANK") == "1":

@@ -13,7 +13,7 @@ from support.oracle import assert_same
 
 import gpt2
 from gpt2.traces.arrays import require_room
-from gpt2.traces.batch import Batch
+from gpt2.traces.batch import TokenRows
 
 IDS = np.random.default_rng(0).integers(0, 300, (2, 6))
 
@@ -96,7 +96,7 @@ def test_mistakes_in_steps(model: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a process that takes too much, without a word."""
-    batch = Batch.of(torch.zeros(4, 64, dtype=torch.int64), "")
+    batch = TokenRows.of(torch.zeros(4, 64, dtype=torch.int64), "")
     config = gpt2.GPT2Config()
     monkeypatch.setattr("gpt2.errors.machine_memory", lambda: 4e9)
     require_room(config, batch, 0, 4, trains=False)

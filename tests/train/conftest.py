@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from gpt2.train.loop import train
-from gpt2.train.recipe import Data, Model, Optim, Recipe
+from gpt2.train.recipe import Data, NewModel, Optim, Recipe
 
 WORDS = ["thou", "art", "a", "villain", "and", "the", "king", "doth", "sleep", "while", "night", "so", "speak", "no", "more"]
 NAMES = ("HAMLET", "OPHELIA", "FIRST CLOWN")
@@ -52,7 +52,7 @@ def recipe(text: Path) -> Recipe:
         sample_tokens=4,
         device="cpu",
         data=Data(path=str(text), tokenizer="chars"),
-        model=Model(n_layer=1, n_embd=16, n_head=2, n_positions=16),
+        model=NewModel(n_layer=1, n_embd=16, n_head=2, n_positions=16),
         optim=Optim(lr=1e-2, min_lr=1e-3, warmup=3),
     )
 

@@ -25,7 +25,7 @@ from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.listing import list_data
 from gpt2.train.loop import Evaluated, Started, train
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 from gpt2.train.recipe import Data, Recipe
 
 END = 0
@@ -75,12 +75,12 @@ def test_packed_padded_and_alone_have_one_loss_and_gradient():
 
     marked = [[*((i, False) for i in prompt), *((i, True) for i in text), (END, True)] for prompt, text in texts]
     x, y = rows(marked)
-    assert furthest(gradients(trained, Scored(trained, partial=True)(x, y)), expected) < 1e-10
+    assert furthest(gradients(trained, WithLoss(trained, partial=True)(x, y)), expected) < 1e-10
     x, y = rows([[pair for each in three for pair in each] for three in (marked[:3], marked[3:])])
     apart = torch.from_numpy(documents(x.numpy(), END))
-    assert furthest(gradients(trained, Scored(trained, partial=True)(x, y, apart)), expected) < 1e-10
+    assert furthest(gradients(trained, WithLoss(trained, partial=True)(x, y, apart)), expected) < 1e-10
     # Negative control: documents that see each other.
-    assert furthest(gradients(trained, Scored(trained, partial=True)(x, y)), expected) > 1e-3
+    assert furthest(gradients(trained, WithLoss(trained, partial=True)(x, y)), expected) > 1e-3
 
 
 def test_a_single_document_is_computed_as_without_documents_to_the_bit():
@@ -102,13 +102,13 @@ def test_a_batch_without_a_scored_token_changes_nothing(steps):
     The loss is 0 and each parameter has a gradient: 0/0 would stop the run, and other ranks would wait for a gradient.
     """
     trained, ids, x = model(), np.ones(900, dtype=np.int64), torch.ones(2, T, dtype=torch.long)
-    assert not any(value.any() for value in gradients(trained, Scored(trained, partial=True)(x, x * UNSCORED)).values())
+    assert not any(value.any() for value in gradients(trained, WithLoss(trained, partial=True)(x, x * UNSCORED)).values())
     trained.zero_grad(set_to_none=True)
     before = {name: parameter.detach().clone() for name, parameter in trained.named_parameters()}
     optimizer = torch.optim.AdamW(trained.parameters(), lr=0.1, weight_decay=0.1)
     for mark, same in ((READ, True), (SCORED, False)):
         feed = Feed(ids, marks=np.full(900, mark, dtype=np.uint8))
-        found = loop.optimizer_step(Scored(trained, partial=True), optimizer, feed, steps, 0, 0.1)
+        found = loop.optimizer_step(WithLoss(trained, partial=True), optimizer, feed, steps, 0, 0.1)
         assert (found == (0.0, 0.0)) == same
         assert all(torch.equal(parameter, before[name]) for name, parameter in trained.named_parameters()) == same
         assert bool(optimizer.state) != same
@@ -139,7 +139,7 @@ class Step:
         if self.lost:
             real = feed.send
             feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
-        scored = parallel.wrap(Scored(trained, partial=True), self.recipe, ranks)
+        scored = parallel.wrap(WithLoss(trained, partial=True), self.recipe, ranks)
         loss, _ = loop.optimizer_step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
         text = Corpus(chars_of("abcdefghijklm"), ids, ids[:311], "", marks, marks[:311], end=feed.end)
         with parallel.whole(scored):

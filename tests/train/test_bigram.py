@@ -14,13 +14,13 @@ from gpt2.train.bigram import Bigram, load_model
 from gpt2.train.card import write_card
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import Evaluated, train
-from gpt2.train.recipe import Model
+from gpt2.train.recipe import NewModel
 
 
 @pytest.fixture
 def bigram(recipe):
     optim = Optim(lr=1e-1, min_lr=1e-4, warmup=0, weight_decay=0.0, clip=0.0)
-    return replace(recipe, model=Model(kind="bigram"), steps=200, batch_size=64, eval_every=100, save_every=100, optim=optim)
+    return replace(recipe, model=NewModel(kind="bigram"), steps=200, batch_size=64, eval_every=100, save_every=100, optim=optim)
 
 
 def test_it_learns_what_counting_pairs_would_tell(bigram, tmp_path):

@@ -17,7 +17,7 @@ from gpt2.optim import adamw
 from gpt2.train import cost, models
 from gpt2.train.bigram import BigramConfig
 from gpt2.train.loop import Logged, Started, train
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 from gpt2.train.parallel import ALONE
 from gpt2.train.recipe import Lora, Recipe
 
@@ -46,7 +46,7 @@ def kept(model, ids, precision="float32") -> int:
 
     bf16 = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), bf16:
-        Scored(model)(ids, ids)
+        WithLoss(model)(ids, ids)
     return sum(sizes.values())
 
 
@@ -115,7 +115,7 @@ def test_operations_are_what_torch_counts():
     """Without the backward pass, or with it counted once, the utilisation is wrong by a factor of two and looks plausible."""
     model, ids = sized(64, 3).use_attention(eager_attention), torch.zeros(2, 32, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        Scored(model)(ids, ids).backward()
+        WithLoss(model)(ids, ids).backward()
     whole_square = 3 * 3 * 2 * (32 - 1) * 64  # eager attention computes the full square: more operations per token
     assert cost.operations(model.config, 32) + whole_square == pytest.approx(counter.get_total_flops() / 64, rel=1e-6)
 

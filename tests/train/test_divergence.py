@@ -38,7 +38,7 @@ def poison(monkeypatch):
     """Multiply the loss of the given steps (counted from 0), for the windows drawn by ``seed`` or for all windows."""
 
     def at(*steps, by=math.nan, seed=None):
-        real = loop.Scored.forward
+        real = loop.WithLoss.forward
         real_batch, drawn = feed.batch, []
 
         def batch(*args, step, **kwargs):
@@ -51,7 +51,7 @@ def poison(monkeypatch):
             return real(*args) * by if hit else real(*args)
 
         monkeypatch.setattr(feed, "batch", batch)
-        monkeypatch.setattr(loop.Scored, "forward", forward)
+        monkeypatch.setattr(loop.WithLoss, "forward", forward)
         return drawn
 
     return at

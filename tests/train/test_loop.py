@@ -26,7 +26,7 @@ from gpt2.train import loop, state
 from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 from gpt2.train.recipe import Data, Optim, Recipe
 
 # Learning
@@ -69,7 +69,7 @@ def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.T
 
     optimizer = Catch(model.parameters(), lr=0.0)
     caught["loss"], caught["norm"] = map(
-        torch.tensor, loop.optimizer_step(Scored(model), optimizer, Feed(ids), recipe, step=3, lr=0.0)
+        torch.tensor, loop.optimizer_step(WithLoss(model), optimizer, Feed(ids), recipe, step=3, lr=0.0)
     )
     return caught
 

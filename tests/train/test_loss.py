@@ -13,7 +13,7 @@ from gpt2.config import GPT2Config
 from gpt2.lora import inject
 from gpt2.model import GPT2
 from gpt2.train import loss
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 
 V, B, T = 101, 3, 16
 
@@ -62,7 +62,7 @@ def test_loss_and_gradients_are_the_plain_ones(model, windows, scale, tied):
     """Possible bugs: the mean of a part instead of the batch, a target subtracted twice, missing rows of the embedding."""
     model = model if tied else random_model(replace(model.config, tie_word_embeddings=False), 0.3)
     reference = gradients(model, lambda m: plain(m, *windows), scale)
-    assert distance(gradients(model, lambda m: Scored(m)(*windows), scale), reference) < 1e-13
+    assert distance(gradients(model, lambda m: WithLoss(m)(*windows), scale), reference) < 1e-13
 
 
 def broken_rows(ctx, grad):
@@ -77,7 +77,7 @@ def broken_loss(ctx, grad):
 
 
 BROKEN = {
-    "rows": (loss._Rows, "backward", staticmethod(broken_rows)),
+    "rows": (loss._EmbeddedRows, "backward", staticmethod(broken_rows)),
     "loss": (loss._Loss, "backward", staticmethod(broken_loss)),
     "a lost part": (loss, "even", lambda rows, n_vocab: rows.chunk(5)[:-1]),
 }
@@ -88,7 +88,7 @@ def test_what_is_broken_is_seen(model, windows, monkeypatch, where, name, broken
     """Negative controls: among them parts that do not cover every row."""
     monkeypatch.setattr(where, name, broken)
     reference = gradients(model, lambda m: plain(m, *windows), 0.25)
-    assert distance(gradients(model, lambda m: Scored(m)(*windows), 0.25), reference) > 1e-2
+    assert distance(gradients(model, lambda m: WithLoss(m)(*windows), 0.25), reference) > 1e-2
 
 
 @pytest.mark.parametrize(("precision", "aligned"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 64)])
@@ -105,7 +105,7 @@ def test_rounding_is_no_worse_than_the_plain_loss(model, windows, monkeypatch, p
         assert all(g.dtype == torch.float32 for g in found.values())
         return distance(found, exact)
 
-    ours, theirs = error(lambda m: Scored(m)(*windows)), error(lambda m: plain(m, *windows))
+    ours, theirs = error(lambda m: WithLoss(m)(*windows)), error(lambda m: plain(m, *windows))
     assert ours < 1.5 * theirs
     assert theirs > (1e-3 if precision == torch.bfloat16 else 1e-8)  # else the precision was not in use
 
@@ -114,7 +114,7 @@ def test_large_logits_do_not_overflow(model, windows):
     """exp(300) overflows float32; a target 300 below the maximum has probability zero and a finite loss."""
     model.ln_f.weight.data *= 300
     single = model.float()
-    ours, theirs = gradients(single, lambda m: Scored(m)(*windows)), gradients(single, lambda m: plain(m, *windows))
+    ours, theirs = gradients(single, lambda m: WithLoss(m)(*windows)), gradients(single, lambda m: plain(m, *windows))
     assert ours["loss"].item() == pytest.approx(theirs["loss"].item(), rel=1e-6)
     assert distance(ours, theirs) < 1e-4
 
@@ -125,7 +125,7 @@ def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
     for name, parameter in adapted.named_parameters():
         if name.endswith("lora_B"):
             parameter.data += 0.1 * torch.randn_like(parameter)
-    ours = gradients(adapted, lambda m: Scored(m)(*windows))
+    ours = gradients(adapted, lambda m: WithLoss(m)(*windows))
     assert "wte.weight" not in ours
     assert distance(ours, gradients(adapted, lambda m: plain(m, *windows))) < 1e-13
 
@@ -145,7 +145,7 @@ def test_the_logits_are_never_whole(model, windows, monkeypatch):
             return result
 
     with Largest() as ours:
-        Scored(model)(*windows).backward()
+        WithLoss(model)(*windows).backward()
     with Largest() as theirs:
         plain(model, *windows).backward()
     assert ours.rows == 10
@@ -154,7 +154,7 @@ def test_the_logits_are_never_whole(model, windows, monkeypatch):
 
 def test_a_second_way_back_is_refused(model, windows):
     """A second backward pass is refused: the gradients were moved, not copied."""
-    value = Scored(model)(*windows)
+    value = WithLoss(model)(*windows)
     value.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="twice"):
         value.backward()
@@ -163,4 +163,4 @@ def test_a_second_way_back_is_refused(model, windows):
 def test_a_loss_that_is_not_finite_stays_so(model, windows):
     """The divergence guard reads the loss, so NaN must stay NaN: taking a maximum may drop it."""
     model.wte.weight.data[3, 2] = math.nan
-    assert math.isnan(Scored(model)(*windows).item())
+    assert math.isnan(WithLoss(model)(*windows).item())

@@ -20,7 +20,7 @@ from support.training import flip
 
 import gpt2
 from gpt2.checkpoint.card import edited_card
-from gpt2.checkpoint.publish import Plan, Target, look, plan, send
+from gpt2.checkpoint.publish import Plan, Repository, look, plan, send
 from gpt2.cli.main import main
 from gpt2.train.card import write_card
 from gpt2.train.recipe import Recipe
@@ -91,7 +91,7 @@ def test_what_comes_back_is_what_was_sent(trained: Path, hub: HubStandIn, tmp_pa
 def test_a_file_that_changes_after_it_was_shown_is_told(model: Path, hub: HubStandIn, capsys, monkeypatch) -> None:
     """What was sent is not what was checked: a large file (the Hub lists sha256) and a small one. Control: the test above."""
 
-    def change(planned: Plan, *, public: bool) -> Target:
+    def change(planned: Plan, *, public: bool) -> Repository:
         flip(model / "model.safetensors")
         (model / "config.json").write_text("{}")
         return look(planned, public=public)

@@ -24,7 +24,7 @@ from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.optim import adamw
 from gpt2.train import folders, parallel, shards, state
-from gpt2.train.loss import Scored
+from gpt2.train.loss import WithLoss
 from gpt2.train.recipe import Recipe
 
 # Rows that neither 2 nor 4 ranks divide; of 5 positions, the fourth of four ranks has none.
@@ -63,7 +63,7 @@ class Resaved:
             for name, parameter in model.named_parameters():
                 parameter.data = weights[name].detach()
             parallel.broadcast(model, ranks)
-            scored = parallel.wrap(Scored(model), self.recipe, ranks)
+            scored = parallel.wrap(WithLoss(model), self.recipe, ranks)
             optimizer = adamw(model, self.recipe.optim)
             parallel.restore(optimizer, moments if rank == 0 else {}, ranks)
             if shards.by_all(self.write, model, self.recipe, ranks):

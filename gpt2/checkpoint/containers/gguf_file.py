@@ -32,7 +32,7 @@ ALIGNMENT = 32  # default of general.alignment
 
 
 @dataclass(frozen=True)
-class Kind:
+class Format:
     """A storage format: ``block`` numbers in ``size`` bytes; ``dtype`` holds them exactly."""
 
     name: str
@@ -43,10 +43,10 @@ class Kind:
 
 # ggml's type number -> format. A Q8_0 block is one float16 scale and 32 int8; their products have 18 bits, exact in float32.
 KINDS = {
-    0: Kind("F32", 1, 4, torch.float32),
-    1: Kind("F16", 1, 2, torch.float16),
-    8: Kind("Q8_0", 32, 34, torch.float32),
-    30: Kind("BF16", 1, 2, torch.bfloat16),
+    0: Format("F32", 1, 4, torch.float32),
+    1: Format("F16", 1, 2, torch.float16),
+    8: Format("Q8_0", 32, 34, torch.float32),
+    30: Format("BF16", 1, 2, torch.bfloat16),
 }
 OTHER_KINDS = {
     **dict(enumerate(["Q4_0", "Q4_1", "Q4_2", "Q4_3", "Q5_0", "Q5_1"], 2)),
@@ -73,7 +73,7 @@ PRE, MISSING = "tokenizer.ggml.pre", "missing, which llama.cpp reads as default"
 
 @dataclass(frozen=True)
 class Stored(Entry):
-    kind: Kind
+    kind: Format
 
     @property
     def end(self) -> int:
@@ -145,7 +145,7 @@ class GGUFFile(Container):
             raise Refused(f"is one part of {quoted(values['split.count'])}; join them with llama.cpp's llama-gguf-split --merge")
         return values
 
-    def _kind(self, name: str, number: int) -> Kind:
+    def _kind(self, name: str, number: int) -> Format:
         if number in KINDS:
             return KINDS[number]
         if number not in OTHER_KINDS:

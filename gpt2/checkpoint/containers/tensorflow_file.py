@@ -37,7 +37,7 @@ PIECE = 1 << 23  # bytes per checksum step
 
 
 @dataclass(frozen=True)
-class Stored(Entry):
+class BundleEntry(Entry):
     """A tensor in the data file; ``kind`` is TensorFlow's dtype number."""
 
     kind: int
@@ -52,14 +52,14 @@ class TensorBundle(Container):
     """
 
     kind = "TensorFlow"
-    entries: Mapping[str, Stored]
+    entries: Mapping[str, BundleEntry]
 
     def __init__(self, prefix: Path) -> None:
         self._prefix = prefix
         self._checked: set[str] = set()
         super().__init__(prefix.with_name(f"{prefix.name}.index"))
 
-    def _directory(self) -> dict[str, Stored]:
+    def _directory(self) -> dict[str, BundleEntry]:
         refuse_other_format(self._file)
         if self._file.size > INDEX_LIMIT:
             raise Damaged(f"is {self._file.size:,} bytes long, and no GPT-2 needs more than {INDEX_LIMIT:,}")
@@ -73,7 +73,7 @@ class TensorBundle(Container):
             raise Refused("is in big-endian byte order; convert the checkpoint to safetensors where it was made")
         if shards != 1:
             raise Refused(f"claims {shards:,} data files, and OpenAI's have one; save the checkpoint in one")
-        entries: dict[str, Stored] = {}
+        entries: dict[str, BundleEntry] = {}
         for key, value in table:
             name = _name(key)
             entries[name] = _entry(name, value)
@@ -115,7 +115,7 @@ def _name(key: bytes) -> str:
     return key.decode()
 
 
-def _entry(name: str, message: bytes) -> Stored:
+def _entry(name: str, message: bytes) -> BundleEntry:
     """Parse one tensor (BundleEntryProto)."""
     entry = _record(message, ENTRY)
     if SLICES in entry:
@@ -125,8 +125,8 @@ def _entry(name: str, message: bytes) -> Stored:
     if shard or max(start, size) >= 1 << 48 or not countable(shape):
         raise Damaged(f"contradicts itself about {shown(name)}: {size:,} bytes at {start:,} of data file {shard:,}")
     if kind not in DTYPES:
-        return Stored(torch.uint8, (size,), start, kind, checksum)
-    stored = Stored(DTYPES[kind], shape, start, kind, checksum)
+        return BundleEntry(torch.uint8, (size,), start, kind, checksum)
+    stored = BundleEntry(DTYPES[kind], shape, start, kind, checksum)
     if stored.end != start + size:
         claim = f"{stored.dtype} {list(shape)}".removeprefix("torch.")
         raise Damaged(f"contradicts itself about {shown(name)}: {claim} in {size:,} bytes")

@@ -16,7 +16,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead, StoredCheckpo
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
-from gpt2.comparison.sides.side import Model, Read, Shown, Side
+from gpt2.comparison.sides.side import ComparedModel, Read, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
@@ -138,7 +138,7 @@ class CheckpointSide(Side):
     revision = property(lambda self: self.checkpoint.revision)
     files = property(lambda self: self.checkpoint.files())  # of the weights and the config
 
-    def describe(self) -> Model:
+    def describe(self) -> ComparedModel:
         return replace(super().describe(), checkpoint=self.checkpoint.name if self.files else None)
 
 

@@ -38,7 +38,7 @@ class Shown(StrEnum):
 
 
 @dataclass(frozen=True)
-class Model:
+class ComparedModel:
     """One of the models, with everything needed to run it again."""
 
     name: str
@@ -56,7 +56,7 @@ class Model:
         """Name -> sha256 of its files, which are read when this is first asked for: JSON and pages alone show it."""
         return self.hashes()
 
-    def hashed(self) -> Model:
+    def hashed(self) -> ComparedModel:
         """Return the same, its files read now: they may be gone when a report is written."""
         return replace(self, hashes=partial(dict[str, str], self.files))
 
@@ -170,11 +170,11 @@ class Side(ABC):
         """Its files by name."""
         return {}
 
-    def describe(self) -> Model:
+    def describe(self) -> ComparedModel:
         """Return everything needed to run this side again; no file is read yet."""
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
         about = self.name, self.implementation, self.stored, self.revision, parameters, config
-        return Model(*about, partial(_hashes, self.files), in_memory=self.in_memory)
+        return ComparedModel(*about, partial(_hashes, self.files), in_memory=self.in_memory)
 
 
 def _hashes(files: Mapping[str, Path]) -> dict[str, str]:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.comparison.passage import Passage, Scored
-from gpt2.comparison.sides.side import Model, Shown, Side
+from gpt2.comparison.sides.side import ComparedModel, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
@@ -37,7 +37,7 @@ class TraceSide(Side):
     """A recording: it shows what its file holds, on the text that it was made with."""
 
     name: str
-    model: Model
+    model: ComparedModel
     rows: Tensor  # the logits (M, V) of the scored tokens, mapped
     recording: Passage  # never None here
     activations: Mapping[str, Tensor] = field(default_factory=dict)  # of the first row, (1, T, ...)
@@ -88,7 +88,7 @@ class TraceSide(Side):
         by = f"{side.get('implementation', 'float64')}, saved by gpt2-toolkit {about['version']}" if about else "another program"
         dtype, parameters = side.get("dtype", side.get("stored", "")), config.num_parameters() if config else None
         files = partial(dict[str, str], side.get("files", {}))
-        model = Model(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), files)
+        model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), files)
         passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
         return cls(name, model, rows, passage, traced, config)
 
@@ -130,7 +130,7 @@ class TraceSide(Side):
         }
         yield from grouped(cut)
 
-    def describe(self) -> Model:
+    def describe(self) -> ComparedModel:
         return self.model
 
 

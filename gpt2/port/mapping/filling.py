@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
-from gpt2.port.recording.dataflow import Source, Use
+from gpt2.port.recording.dataflow import Holder, Use
 from gpt2.port.recording.forward import Borrowed
 
 MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
 
 
-def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) -> list[tuple[Source, MappingRow | None, str]]:
+def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) -> list[tuple[Holder, MappingRow | None, str]]:
     """Fill every parameter; return its row of the report, None if nothing was written, and what was done if a part is left."""
     results = []
     for source in mapping.sources:

@@ -16,7 +16,7 @@ from gpt2.checkpoint.keys import expected, head_name
 from gpt2.config import GPT2Config
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import ModelPart
-from gpt2.port.recording.dataflow import Region, Source, Use
+from gpt2.port.recording.dataflow import Holder, Region, Use
 from gpt2.port.terms.places import Place
 
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
@@ -96,19 +96,19 @@ class WeightMap:
         return "" if part.part == "head.bias" else name if part.layer is None else f"h.{part.layer}.{name}"
 
     @property
-    def sources(self) -> list[Source]:
+    def sources(self) -> list[Holder]:
         """The parameters to fill, each under one name; also buffers, if the module keeps its weights there."""
         sources = (source for source in self.anatomy.recording.sources if source.is_parameter or self.fills_buffers)
-        by_region: dict[Region, Source] = {}
+        by_region: dict[Region, Holder] = {}
         for source in sources:
             by_region.setdefault(source.region, source)
         return list(by_region.values())
 
-    def use(self, source: Source) -> Use:
+    def use(self, source: Holder) -> Use:
         """Return the use of a parameter's value for which it is filled."""
         return self.uses(source)[0]
 
-    def uses(self, source: Source) -> list[Use]:
+    def uses(self, source: Holder) -> list[Use]:
         """Return how the forward pass uses a parameter's value; the unchanged value comes first."""
         return sorted(self.anatomy.recording.uses.get(source.storage, {Use()}), key=lambda use: (use != Use(), use))
 
@@ -133,7 +133,7 @@ class WeightMap:
             values[mine] = tensors[name].flatten()[places.long()].double()
         return values
 
-    def entries(self, source: Source) -> Tensor:
+    def entries(self, source: Holder) -> Tensor:
         """Return for each place of a parameter the number of the entry that fills it, or KEEP or ZERO."""
         rest = [storage for storage in self._storages if storage > source.storage]
         size = (rest[0] if rest else self.anatomy.recording.tokens) - source.storage
@@ -150,7 +150,7 @@ class WeightMap:
         region = source.region
         return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
-    def parts(self, source: Source) -> list[ModelPart]:
+    def parts(self, source: Holder) -> list[ModelPart]:
         region, grids = source.region, self._grids[source.storage]
         parts = [grid.part for grid in grids if region.start <= int(grid.row_ids[0] + grid.column_ids[0]) <= region.last]
         return list({id(part): part for part in parts}.values())

@@ -13,7 +13,7 @@ from gpt2.checkpoint.keys import layer as layer_of
 from gpt2.port.mapping.departures import missing_entries, other_sizes, rows_apart, structural_causes, vocabulary
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.report import MappingRow
-from gpt2.port.recording.dataflow import Source
+from gpt2.port.recording.dataflow import Holder
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place, forward_rank
 from gpt2.port.terms.ranking import merge_blocks
@@ -88,7 +88,7 @@ class Remarks:
                     self.neutral[name] = missing.neutral
         return causes
 
-    def left_over(self, filled: list[tuple[Source, MappingRow | None, str]]) -> None:
+    def left_over(self, filled: list[tuple[Holder, MappingRow | None, str]]) -> None:
         """Report the parameters that were not filled, not completely filled, or used in two ways."""
         for source, row, left in filled:
             first, *others = self.mapping.uses(source)
@@ -105,7 +105,7 @@ class Remarks:
                     alike.setdefault(re.sub(r"\d+", "#", words), []).append(words)
         self.ambiguous += [words + (f"; so do {len(rest)} more" if rest else "") for words, *rest in alike.values()]
 
-    def _left_out(self, source: Source, whole: bool, words: str) -> None:
+    def _left_out(self, source: Holder, whole: bool, words: str) -> None:
         positions = self.anatomy.positions
         if whole and source.storage not in self.anatomy.recording.uses:
             self.idle[source.name] = "never used in the forward pass"
@@ -117,7 +117,7 @@ class Remarks:
         else:
             self.unfilled[source.name] = f"in part ({words})"
 
-    def _why(self, source: Source) -> str:
+    def _why(self, source: Holder) -> str:
         if source.region.overlaps(torch.tensor(list(self.anatomy.adapters))):
             return "a pair of low rank beside a projection, which GPT-2 does not have"
         misfit = next((part for part in self.mapping.misfits if source.region.overlaps(part.ids)), None)

@@ -113,7 +113,7 @@ class Use(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class Holder:
     """A parameter or buffer; ``storage`` is the first id of its storage, which other names may share."""
 
     name: str
@@ -126,7 +126,7 @@ class Source:
 class Recording:
     """A forward pass on ``ids``; sources have the first ids, then come tokens, then results in order."""
 
-    sources: tuple[Source, ...]
+    sources: tuple[Holder, ...]
     ids: Tensor
     tokens: int  # the id of the first token; smaller ids belong to parameters and buffers
     nodes: tuple[Node, ...]
@@ -149,7 +149,7 @@ class Recording:
     def owner(self, id: Tensor | int) -> int:
         return int(self.owners(torch.as_tensor(int(id))))
 
-    def source(self, id: int) -> Source:
+    def source(self, id: int) -> Holder:
         return next(source for source in self.sources if source.region.start <= id <= source.region.last)
 
     def name(self, id: int) -> str:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from gpt2.port.recording.dataflow import NO_ID, Node, NodeKind, Region, Source, Use, without_repeats
+from gpt2.port.recording.dataflow import NO_ID, Holder, Node, NodeKind, Region, Use, without_repeats
 
 Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
 
@@ -30,7 +30,7 @@ class Graph:
 
     def __init__(self, module: nn.Module, ids: Tensor) -> None:
         self.nodes: list[Node] = []
-        self.sources: list[Source] = []
+        self.sources: list[Holder] = []
         self.uses: dict[int, set[Use]] = {}
         self._next = 0
         self._copies: dict[int, tuple[frozenset[int], Use]] = {}  # storage of a copy -> its sources' storages, and its change
@@ -46,7 +46,7 @@ class Graph:
                 self._first_ids[storage._cdata] = self._next
                 self._next += storage.nbytes() // tensor.element_size()
             first = self._first_ids[storage._cdata]
-            self.sources.append(Source(name, _region(first, tensor), first, name in parameters))
+            self.sources.append(Holder(name, _region(first, tensor), first, name in parameters))
         self.tokens = self._next
         self._starts = [0, self.tokens]  # the first id of the sources, of the tokens, and of each node
         self._dependences = [Dependence(False, True), Dependence(True, False)]

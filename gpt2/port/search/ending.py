@@ -17,7 +17,7 @@ from gpt2.port.search.part import Part
 from gpt2.port.terms.tolerance import UNITS, stored
 
 
-class Ending:
+class LastPart:
     """The last norm and the head: a part behind the last block, of which the logits are shown."""
 
     def __init__(self, observation: Observation, model: Model, library: Library) -> None:

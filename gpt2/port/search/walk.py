@@ -29,7 +29,7 @@ from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
-from gpt2.port.search.ending import Ending
+from gpt2.port.search.ending import LastPart
 from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
 from gpt2.port.search.matching import Faults, known
 from gpt2.port.search.observe import Observation
@@ -115,7 +115,7 @@ class Search:
         self.ran = self.blamed.ran
         self.blocks = Blocks(observation, model)
         self.explainer = Explainer(self.blocks, known(model), self.states, self.blamed.faults, of_module)
-        self.ending = Ending(observation, model, self.explainer.fits.library)
+        self.ending = LastPart(observation, model, self.explainer.fits.library)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None

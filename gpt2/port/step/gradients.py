@@ -14,7 +14,7 @@ from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.recording.dataflow import Source, Use
+from gpt2.port.recording.dataflow import Holder, Use
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.records import Backward, Forward, Gradient, Sampler, Samples, Watched, total_norm
 
@@ -34,7 +34,7 @@ class Roles:
         self.aliases: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             self.aliases.setdefault(id(parameter), []).append(name)
-        self.sources: dict[str, Source] = {}
+        self.sources: dict[str, Holder] = {}
         self.parts: dict[str, list[tuple[int | None, str]]] = {}
         for source in mapping.sources if mapping else ():
             same = next((names for names in self.aliases.values() if source.name in names), [source.name])
