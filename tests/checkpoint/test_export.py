@@ -24,7 +24,6 @@ from gpt2.data import from_directory
 from gpt2.data.bpe import made_bpe, train_bpe
 from gpt2.data.chars import chars_of
 from gpt2.data.library import LibraryTokenizer
-from gpt2.data.words import words_of
 from gpt2.errors import InputError
 
 KINDS = {"f32": F32, "f16": F16, "bf16": BF16, "q8_0": Q8_0}
@@ -45,17 +44,6 @@ def saved(directory: Path, config: GPT2Config = WIDE, tokenizer: Any = None, *, 
 
 def export_refused(source: Path | str, out: Path, *words: str, error: type[InputError] = InputError, **settings: Any) -> str:
     return refused(lambda: export(str(source), out, **settings), *words, error=error)
-
-
-def test_word_tokenizers_are_written_whole_over_others(tmp_path: Path) -> None:
-    """A vocabulary of words was in no list: an export beside it made two tokenizers in one folder."""
-    tokenizers = {"words": words_of("so it was so it is", 260), "chars": chars_of("abc")}
-    for name, tokenizer in tokenizers.items():
-        model = gpt2.GPT2(GPT2Config(tokenizer.n_vocab, 8, 8, 1, 1, bos_token_id=None, eos_token_id=tokenizer.eot))
-        gpt2.save(model, tokenizer, tmp_path / name)
-        done = export(str(tmp_path / name), tmp_path / "out")
-        assert [file.name for file in done.files] == [*HF, "tokenizer.json", "tokenizer_config.json"]
-        assert gpt2.load_tokenizer(str(tmp_path / "out")).fingerprint == tokenizer.fingerprint
 
 
 @pytest.mark.parametrize("config", [WIDE, ODD], ids=["usual", "odd"])

@@ -1,6 +1,5 @@
 """Loading files into a model: every layout, one line for every mismatch, no unnecessary copy, and a fuzz test."""
 
-import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -64,20 +63,6 @@ def test_dtypes(tmp_path: Path, stored: torch.dtype, asked: Any) -> None:
     assert_holds(load(str(tmp_path), dtype=asked), {name: tensor.to(target) for name, tensor in truth.items()})
 
 
-def test_the_suffix_names_a_dtype_also_of_a_single_file(tmp_path: Path) -> None:
-    """Possible bugs: a suffix that is ignored, or that loses against `dtype=` without an error."""
-    truth = official(tmp_path)
-    os.rename(tmp_path / "model.safetensors", tmp_path / "mine.safetensors")
-    assert_holds(load(str(tmp_path / "mine.safetensors")), truth)
-    rounded = {name: tensor.half() for name, tensor in truth.items()}
-    for place in (tmp_path, tmp_path / "mine.safetensors"):
-        assert_holds(load(f"{place}:fp16"), rounded)
-        assert_holds(load(f"{place}:fp16", dtype="float16"), rounded)
-    assert "give one of them" in refusal(load, f"{tmp_path}:fp16", dtype="bf16")
-    for wrong in ("int4", "float", torch.int64, torch.float8_e4m3fn, torch.bool):
-        assert re.search("unknown dtype .*; use one of fp32", refusal(load, str(tmp_path), dtype=wrong))
-
-
 def test_mixed_dtypes_become_the_narrowest_that_holds_all(tmp_path: Path) -> None:
     """Norms in float32 beside float16 matrices: without a common dtype, the first matmul would raise."""
     truth = weights(dtype=torch.float16)
@@ -88,7 +73,7 @@ def test_mixed_dtypes_become_the_narrowest_that_holds_all(tmp_path: Path) -> Non
     assert model(torch.tensor([[1, 2]])).isfinite().all()
 
 
-def test_devices(tmp_path: Path) -> None:
+def test_devices_and_dtypes_that_are_not_there(tmp_path: Path) -> None:
     """Possible bugs: weights that stay on the CPU, or torch's AssertionError for a missing GPU."""
     official(tmp_path)
     assert {parameter.device.type for parameter in load(str(tmp_path), device="meta").parameters()} == {"meta"}
@@ -98,6 +83,8 @@ def test_devices(tmp_path: Path) -> None:
         assert said.isprintable()
         assert re.search("no device .* here", said)
         assert torch.accelerator.is_available() or said.endswith("; this machine has no accelerator, use cpu")
+    for wrong in ("int4", "float", torch.int64, torch.float8_e4m3fn, torch.bool):
+        assert re.search("unknown dtype .*; use one of fp32", refusal(load, str(tmp_path), dtype=wrong))
 
 
 def test_random_models_are_drawn_from_their_seed_alone(monkeypatch: pytest.MonkeyPatch) -> None:

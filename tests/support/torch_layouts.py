@@ -69,18 +69,18 @@ def nanogpt(
     config: GPT2Config = TINY,
     *,
     compiled: bool = False,
-    bias: bool | str = True,
+    bias: Any = True,
     masked: bool = False,
     zipped: bool = True,
     **model_args: Any,
 ) -> dict[str, Tensor]:
     """`ckpt.pt` of nanoGPT's train.py, with AdamW's state; ``compiled`` adds torch.compile's prefix to the names.
 
-    Without ``bias`` the layers have none, with "ln_" the norms alone; the expected biases are then zero. ``masked`` adds mask
-    buffers, as without flash attention.
+    Without ``bias`` the layers have none, with "ln_" the norms alone; the expected biases are then zero. With ``...`` the
+    arguments do not say, as in January 2023. ``masked`` adds mask buffers, as without flash attention.
     """
     truth, prefix = weights(config), "_orig_mod.transformer." if compiled else "transformer."
-    without = {name for name in truth if name.endswith("bias") and bias is not True and not (bias and bias in name)}
+    without = {name for name in truth if name.endswith("bias") and bias not in (True, ...) and not (bias and bias in name)}
     truth = {name: torch.zeros_like(value) if name in without else value for name, value in truth.items()}
     state = {name: tensor for name, tensor in linear(truth, prefix).items() if name.removeprefix(prefix) not in without}
     state |= masks(config, prefix) if masked else {}
@@ -91,7 +91,8 @@ def nanogpt(
     }
     groups = [{"lr": 6e-4, "betas": (0.9, 0.95), "weight_decay": 0.1, "fused": None, "params": list(adamw)}]
     args = {"n_layer": config.n_layer, "n_head": config.n_head, "n_embd": config.n_embd, "block_size": config.n_positions}
-    args |= {"bias": bool(bias), "vocab_size": config.vocab_size, "dropout": 0.0}
+    args |= {} if bias is ... else {"bias": bool(bias)}
+    args |= {"vocab_size": config.vocab_size, "dropout": 0.0}
     run = {"out_dir": "out", "eval_interval": 2000, "learning_rate": 6e-4, "device": "cuda", "compile": compiled}
     checkpoint = {"model": OrderedDict(state), "optimizer": {"state": adamw, "param_groups": groups}, "iter_num": 2000}
     checkpoint |= {"model_args": args | model_args}
