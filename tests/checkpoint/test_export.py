@@ -205,11 +205,11 @@ def test_a_tokenizer_of_another_kind_goes_along_where_it_can(tmp_path: Path) -> 
 
 
 def test_a_damaged_tokenizer_is_refused(tmp_path: Path, tokenizer: LibraryTokenizer) -> None:
-    """Without an error, the export would have no tokenizer."""
+    """Without an error, the export would have no tokenizer; the library's own errors are tracebacks of Rust."""
     source = saved(tmp_path / "source", WIDE, tokenizer)
-    (source / "tokenizer.json").write_text("{")
-    for format in ("hf", "gguf"):
-        export_refused(source, tmp_path / "out", "tokenizer.json", format=format)
+    for text, says, format in (("{", "not JSON", "hf"), ('{"model": 5}', "of the `tokenizers` library", "gguf")):
+        (source / "tokenizer.json").write_text(text)
+        export_refused(source, tmp_path / "out", f"{source / 'tokenizer.json'}", says, format=format)
     assert not (tmp_path / "out").exists()
 
 

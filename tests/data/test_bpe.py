@@ -6,7 +6,6 @@ import random
 from pathlib import Path
 
 import pytest
-from support.commands import refusal
 from support.tokenizers import openai_vocabulary
 
 from gpt2 import data
@@ -350,10 +349,3 @@ def test_missing_files(tmp_path):
         files.read_json(tmp_path / "nothing.json")
     with pytest.raises(InputError, match="is not a directory"):
         data.from_directory(tmp_path / "nowhere")
-
-
-def test_a_damaged_tokenizer_json_is_refused(tmp_path):
-    """One line, that names the file; the library's own errors are tracebacks of Rust."""
-    (tmp_path / "tokenizer.json").write_text('{"model": 5}')
-    assert "of the `tokenizers` library" in (said := refusal(from_directory, tmp_path))
-    assert str(tmp_path / "tokenizer.json") in said
