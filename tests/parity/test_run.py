@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from support import imprecise, torch_layouts
 from support.broken_models import CONTROLS
 from support.commands import refusal
+from support.oracle import assert_same
 from support.pages import assert_whole_by_itself
 from support.random_models import write_checkpoint
 from torch import nn
@@ -31,6 +32,7 @@ from gpt2.kv_cache import KVCache
 from gpt2.model import GPT2, eager_attention, sdpa_attention
 from gpt2.parity import run, training
 from gpt2.parity.checks import Probe, Subject
+from gpt2.parity.reference import load_reference
 from gpt2.parity.run import verify
 
 
@@ -591,3 +593,16 @@ def test_what_transformers_cannot_open_is_verified_all_the_same(tmp_path: Path, 
     assert report.reference.endswith("(given our tensors: it cannot open these files itself)")
     build = broken(CONTROLS["one untransposed square c_proj"][0])
     assert {"weights", "activations", "logits"} <= {*failing(verify(name, build=build, quick=True, keep_going=True))}
+
+
+def test_transformers_counts_padding_unless_it_is_given_positions(checkpoint: Path) -> None:
+    """The README says so of this version, and that `diagnose` sees it."""
+    ours, theirs = load_path(checkpoint, dtype=torch.float64), load_reference(checkpoint, torch.float64)
+    ids, mask = torch.tensor([[7, 7, 1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
+    with torch.no_grad():
+        alone, silently = theirs(ids[:, 2:]).logits, theirs(ids, attention_mask=mask).logits[:, 2:]
+        told = theirs(ids, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp(min=0)).logits[:, 2:]
+        assert_same(ours(ids, attention_mask=mask)[:, 2:], alone)
+    assert_same(told, alone)
+    assert (silently - alone).norm() > 0.1 * alone.norm()
+    assert any("your positions count the padding" in note for note in gpt2.diagnose(theirs, ours).notes)
