@@ -64,11 +64,14 @@ def both(model: GPT2, rows: int, padded: bool, steps: int = 4) -> list[tuple[Ten
     return pairs
 
 
-@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize(("rows", "padded"), [(3, False), (3, True), (21, False)])
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
-def test_equals_the_model_in_float64(change: dict, padded: bool) -> None:
-    """An activation, scale, epsilon or position that is fixed in the decoder would be right for gpt2 only."""
-    for expected, found in both(drawn(replace(CONFIG, **change)), 3, padded):
+def test_equals_the_model_in_float64(change: dict, rows: int, padded: bool) -> None:
+    """An activation, scale, epsilon or position that is fixed in the decoder would be right for gpt2 only.
+
+    Many rows share a buffer, which may be overwritten before it is read, or have another model's width.
+    """
+    for expected, found in both(drawn(replace(CONFIG, **change)), rows, padded):
         assert_same(found, expected)
 
 
@@ -85,19 +88,6 @@ def test_as_precise_as_the_model(rows: int, dtype: torch.dtype) -> None:
         explained = relative_error(rounded, truth)
         assert relative_error(decoder_s, truth) <= FORWARD_RATIO * explained
         assert model_s.dtype == decoder_s.dtype == dtype
-
-
-@pytest.mark.parametrize("change", VARIANTS, ids=str)
-def test_many_rows_share_memory_and_equal_the_model(change: dict) -> None:
-    """Possible bugs: the shared buffer is overwritten before it is read, or has another model's width."""
-    model = drawn(replace(CONFIG, **change))
-    ids = torch.randint(CONFIG.vocab_size, (21, 9), generator=torch.Generator().manual_seed(0))
-    with torch.inference_mode():
-        decoder, caches = Decoder(model), (model.new_cache(21), model.new_cache(21))
-        assert decoder.forward_pass is not None
-        assert_same(decoder.prefill(ids), next_logits(model, ids))
-        assert_same(decoder.prefill(ids[:, :4], caches[1]), next_logits(model, ids[:, :4], caches[0]))
-        assert_same(decoder.decode(ids[:, 4:], caches[1]), model(ids[:, 4:], cache=caches[0]))
 
 
 @pytest.mark.parametrize("parts", [(3, 4), (1, 5, 1), (2, 2, 2, 1)])

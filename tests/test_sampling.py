@@ -1,4 +1,4 @@
-"""Sampling: candidates against brute force, draws against exact probabilities."""
+"""Sampling: candidates against transformers' filters, draws against exact probabilities."""
 
 import itertools
 import math
@@ -13,35 +13,27 @@ from gpt2.sampling import Sampling, accept_draft, penalise, restrict
 INF = math.inf
 
 
-def by_hand(logits: list[float], temperature: float, top_k: int | None, top_p: float | None) -> list[float]:
-    """The distribution that the papers describe, from a sorted list: ids by probability, then by number."""
-    weights = [math.exp((x - max(logits)) / temperature) for x in logits]
-    probabilities = [w / sum(weights) for w in weights]
-    order = sorted(range(len(logits)), key=lambda i: (-probabilities[i], i))
-    kept = order
-    if top_k is not None:
-        kept = [i for i in order if probabilities[i] >= probabilities[order[min(top_k, len(order)) - 1]]]
-    if top_p is not None and top_p < 1:  # p = 1 keeps all ids, even if the sum rounds below 1
-        total, sum_before, nucleus = sum(probabilities[i] for i in kept), 0.0, []
-        for i in kept:
-            if sum_before < top_p:
-                nucleus.append(i)
-            sum_before += probabilities[i] / total
-        kept = nucleus
-    total = sum(probabilities[i] for i in kept)
-    return [probabilities[i] / total if i in kept else 0.0 for i in range(len(logits))]
+def by_transformers(logits: torch.Tensor, temperature: float, top_k: int | None, top_p: float | None, min_p: float = 0.0):
+    """The logits (..., V) as transformers' own filters leave them, one after the other."""
+    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+    filters = [TemperatureLogitsWarper(temperature), *([TopKLogitsWarper(top_k)] if top_k else [])]
+    for each in (*filters, *([TopPLogitsWarper(top_p)] if top_p else []), MinPLogitsWarper(min_p)):
+        logits = each(None, logits)
+    return logits
 
 
 @pytest.mark.parametrize("temperature", [0.3, 2.5])
 @pytest.mark.parametrize("top_k", [None, 1, 7, 99])
 @pytest.mark.parametrize("top_p", [None, 1e-6, 0.5, 0.999, 1.0])
-def test_restrict_is_the_definition(temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Possible bugs: a nucleus that stops below p, k applied after p, probabilities before the temperature."""
+@pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
+def test_restrict_is_transformers(temperature: float, top_k: int | None, top_p: float | None, min_p: float) -> None:
+    """Possible bugs: a nucleus that stops below p, k applied after p, probabilities before the temperature, a share of 1 and not
+    of the likeliest. Ties, where the two differ, are below."""
     logits = torch.randn(20, 12, generator=torch.Generator().manual_seed(0)) * 3
-    found = restrict(logits, temperature, top_k, top_p)
-    expected = torch.tensor([by_hand(row.tolist(), temperature, top_k, top_p) for row in logits])
-    assert torch.equal(found.isneginf(), expected == 0)
-    torch.testing.assert_close(found.softmax(-1), expected, rtol=1e-4, atol=1e-7)
+    found, expected = (f(logits, temperature, top_k, top_p, min_p) for f in (restrict, by_transformers))
+    assert torch.equal(found.isneginf(), expected.isneginf())
+    torch.testing.assert_close(found.softmax(-1), expected.softmax(-1))
     assert torch.equal(found.argmax(-1), logits.argmax(-1))
 
 
@@ -99,18 +91,18 @@ def test_input_is_left_alone_and_any_dtype_is_read() -> None:
 
 def test_draws_follow_the_distribution() -> None:
     """The candidates may be right and their weights wrong. Control: the same draws against the neighbour's distribution."""
-    logits, settings = [1.0, -0.5, 0.3, 2.0, 0.0, 0.7], {"temperature": 2.0, "top_k": 5, "top_p": 0.7}
-    drawn = Sampling(**settings).next_ids(torch.tensor([logits]).expand(60000, 6), torch.Generator().manual_seed(5))
+    logits, settings = torch.tensor([[1.0, -0.5, 0.3, 2.0, 0.0, 0.7]]), {"temperature": 2.0, "top_k": 5, "top_p": 0.7}
+    drawn = Sampling(**settings).next_ids(logits.expand(60000, 6), torch.Generator().manual_seed(5))
     assert drawn.dtype == torch.long
     assert drawn.shape == (60000,)
 
-    def chi_square(probabilities: list[float]) -> float:
-        pairs = zip(drawn.bincount(minlength=6).tolist(), probabilities, strict=True)
+    def chi_square(probabilities: torch.Tensor) -> float:
+        pairs = zip(drawn.bincount(minlength=6).tolist(), probabilities[0].tolist(), strict=True)
         return sum((count - 60000 * p) ** 2 / (60000 * p) if p else count for count, p in pairs)
 
-    right, quantile = by_hand(logits, **settings), 13.816  # at 0.999, with two degrees of freedom
-    assert sum(p > 0 for p in right) == 3
-    assert chi_square(right) < quantile < chi_square(by_hand(logits, **settings | {"temperature": 2.2}))
+    right, quantile = by_transformers(logits, **settings).softmax(-1), 13.816  # at 0.999, with two degrees of freedom
+    assert (right > 0).sum() == 3
+    assert chi_square(right) < quantile < chi_square(by_transformers(logits, **settings | {"temperature": 2.2}).softmax(-1))
 
 
 BAD = [
@@ -179,20 +171,3 @@ def test_the_repetition_penalty_is_transformers(penalty: float) -> None:
     seen = torch.zeros(3, 40, dtype=torch.bool).scatter(1, ids, True)
     assert torch.equal(penalise(logits, seen, penalty), RepetitionPenaltyLogitsProcessor(penalty)(ids, logits))
     assert torch.equal(penalise(logits, seen, 1.0), logits)
-
-
-@pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
-@pytest.mark.parametrize("temperature", [0.5, 2.0])
-@pytest.mark.parametrize(("top_k", "top_p"), [(None, None), (7, 0.6)])
-def test_min_p_is_transformers(min_p: float, temperature: float, top_k: int | None, top_p: float | None) -> None:
-    """Possible bugs: a share of 1 and not of the likeliest, and a share that is taken before the temperature."""
-    from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
-
-    logits = torch.randn(20, 40, generator=torch.Generator().manual_seed(1)) * 3
-    expected = TemperatureLogitsWarper(temperature)(None, logits)
-    expected = expected if top_k is None else TopKLogitsWarper(top_k)(None, expected)
-    expected = expected if top_p is None else TopPLogitsWarper(top_p)(None, expected)
-    expected = MinPLogitsWarper(min_p)(None, expected)
-    restricted = restrict(logits, temperature, top_k, top_p, min_p)
-    assert torch.equal(restricted.isneginf(), expected.isneginf())
-    torch.testing.assert_close(restricted.softmax(-1), expected.softmax(-1))
