@@ -16,7 +16,7 @@ import torch
 
 from gpt2.data import token_files
 from gpt2.errors import InputError
-from gpt2.train import feed, loop, parallel
+from gpt2.train import feed, loop, parallel, shards
 from gpt2.train.loop import train
 from gpt2.train.recipe import Recipe
 from support.training import forkserver, logged_steps
@@ -74,6 +74,8 @@ class Run:
             loop.start = lambda *args: time.sleep(9) or begin(*args)
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
+        elif self.change == "full disk on rank 0" and rank == 0:
+            shards.save_config = lambda *args: os.write(os.open("/dev/full", os.O_WRONLY), b"x")
         elif self.change == "nan on rank 1" and rank == 1:
             forward, calls = loop.WithLoss.forward, iter(range(10**6))
             loop.WithLoss.forward = lambda *args: forward(*args) * (float("nan") if next(calls) == 6 else 1)

@@ -28,13 +28,13 @@ def test_the_one_reader_of_numbers(bad: object) -> None:
 
 
 def test_metrics_and_state(whole: Path, tmp_path: Path) -> None:
-    """A loss that is no number ended the plot of runs, the card and the next start with a traceback."""
+    """A loss that is no number, or a line that is none or torn, ended the plot of runs, the card and the next start."""
     run = Path(shutil.copytree(whole, tmp_path / "run"))
     lines = (run / "metrics.jsonl").read_text().splitlines()
     forged = [
         json.dumps({"step": step, "loss": loss, "val_loss": loss}) for loss in BAD[:-1] for step in (1, HUGE, "x", True, None)
     ]
-    (run / "metrics.jsonl").write_text("\n".join([*lines, *forged, "[" * 9000, "7", ""]))
+    (run / "metrics.jsonl").write_text("\n".join([*lines, *forged, "[" * 9000, "7", '{"step": 99, "lo']))
     (found,) = read_runs([run])
     assert found.points("val_loss") == read_runs([whole])[0].points("val_loss")
     assert plot([run], tmp_path / "loss.svg").exists()
