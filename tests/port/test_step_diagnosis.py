@@ -16,23 +16,26 @@ import gpt2
 from gpt2.errors import InputError
 from gpt2.port.step.causes import STAGE
 from gpt2.port.step.clipping import read_clipping
-from gpt2.port.step.records import Gradient, Sampled, Update
-from gpt2.port.step.rules import ROUNDED, Rule, Track, directions, fit, recognised_rule
 from gpt2.port.step.settings import StepSettings
+from gpt2.port.step.updates import ROUNDED, Rule, Track, directions, fit, recognised_rule
+from gpt2.port.step.watching import Gradient, Sampled, Update
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 from gpt2.port.terms.report import Diagnosis, Divergence
 
 RIGHT = "groups, fused"
+QUICK = ("unshifted decay-coupled", "token-ignored", "accumulation-average-wrong", "update-rounded")
 
 
-def row(line):
-    return score_step(line, FAULTY_STEPS[line], diagnosis_of(FAULTY_STEPS[line]))
+def each(names):
+    """All of these, of which most are slow."""
+    return [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in names]
 
 
-def test_the_causes_of_two_faults_are_named():
-    """A loss curve that nobody else gets: the labels are the inputs. The second fault, in the update, must be found too."""
-    found = row("unshifted decay-coupled")
+@pytest.mark.parametrize("name", each(FAULTY_STEPS))
+def test_the_causes_of_faults_are_named(name):
+    """A fault of one stage must not hide one of another, nor be taken for another."""
+    found = score_step(name, FAULTY_STEPS[name], diagnosis_of(FAULTY_STEPS[name]))
     assert found.perfect, found.flaws()
 
 
@@ -114,7 +117,7 @@ BY_HAND = """with torch.no_grad():
             for p in params:
                 m, v, t = *(state.get(p) or (0, 0)), step + 1
                 m, v, lr, weight_decay = b1 * m + (1 - b1) * p.grad, b2 * v + (1 - b2) * p.grad**2, rate(step), 0.1 * (p.ndim > 1)
-                state[p] = m, v
+                state[p], direction = (m, v), m / (1 - b1**t) / ((v / (1 - b2**t)).sqrt() + 1e-8)
                 {decay}
                 {adam}"""
 LINES = {
@@ -123,17 +126,18 @@ LINES = {
     "labels": "pass", "loss": "F.cross_entropy(logits, targets)", "backward": "(loss / grad_accum).backward()",
     "clip": "torch.nn.utils.clip_grad_norm_(params, max_norm)", "update": "optimizer.step()",
     "rate": "for group in optimizer.param_groups: group['lr'] = rate(step)",
-    "decay": "p -= lr * weight_decay * p", "adam": "p -= lr * (m / (1 - b1**t)) / ((v / (1 - b2**t)).sqrt() + 1e-8)",
+    "decay": "p -= lr * weight_decay * p", "adam": "p -= lr * direction",
+}  # fmt: skip
+SCALED = {
+    "prepare": "scaler = torch.amp.GradScaler('cpu', init_scale=1024)", "backward": "scaler.scale(loss / grad_accum).backward()",
+    "clip": "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_(params, max_norm)",
+    "update": "scaler.step(optimizer); scaler.update()",
 }  # fmt: skip
 SET = {
-    "optim.lr": 1e-3,
-    "optim.warmup": 3,
-    "optim.beta1": 0.9,
-    "optim.beta2": 0.95,
-    "optim.weight_decay": 0.1,
-    "optim.clip": 0.05,
+    "optim.lr": 1e-3, "optim.warmup": 3, "optim.beta1": 0.9, "optim.beta2": 0.95, "optim.weight_decay": 0.1, "optim.clip": 0.05,
     "batch_size": 4,
-}
+}  # fmt: skip
+KINDS = {"parts": {"grad_accum": 2}, "padded": {"data.prompt": "p"}, "free": {"optim.clip": 0.0}, "flat": {"optim.warmup": None}}
 KNOWN = {
     "lr": 1e-3, "b1": 0.9, "b2": 0.95, "weight_decay": 0.1, "max_norm": 0.05, "rate": lambda step: 1e-3 * min(1, (step + 1) / 3),
     "torch": torch, "F": F, "itertools": itertools, "device": "cpu", "dtype": torch.bfloat16,
@@ -145,14 +149,17 @@ def step_of(parts: int = 1, **lines: str):
     lines = LINES | lines
     lines["loss"] = lines["loss"] if "loss =" in lines["loss"] else f"loss = {lines['loss']}"
     lines["update"] = lines["update"].format(**lines)
-    space = KNOWN | {"grad_accum": parts}
+    space = KNOWN | {"grad_accum": parts, "last": {}}
     exec(STEP.format(**lines), space)
     return space["make_step"]
 
 
 GROUPS = "groups = [{'params': [p], 'weight_decay': 0.1 * %s} for name, p in model.named_parameters()]"
 ALL = "F.cross_entropy(logits, targets, reduction='none')"
-# A cause: the line that its fix mends, a line that has it, and whether the step has two parts, or some targets of -100.
+HALF = "model.forward = torch.autocast('cpu', torch.float16)(model.forward)"
+SECOND = "torch.optim.AdamW(groups[:1], lr, (b1, b2))"
+PARTS = "(loss / grad_accum).backward(); "
+# A cause: the line that has it (and that which its fix mends, if it is another), what stands there, and kinds of the step.
 HEALED = {
     "labels-not-shifted": ("loss", "F.cross_entropy(logits, x.flatten())", ""),
     "labels-shifted-twice": ("loss", "F.cross_entropy(model(x)[:, :-1].flatten(0, 1), y[:, 1:].flatten())", ""),
@@ -171,7 +178,11 @@ HEALED = {
     "accumulation-average-wrong": ("backward", "(loss / grad_accum).backward()", "parts padded"),
     "gradient-scaled": ("backward", "(3 * loss / grad_accum).backward()", ""),
     "gradient-not-zeroed": ("zero", "pass", ""),
+    "accumulation-last-only": ("backward>zero", "optimizer.zero_grad(); (loss / grad_accum).backward()", "parts"),
     "clip-missing": ("clip", "pass", ""),
+    "clip-unwanted": ("clip", LINES["clip"], "free"),
+    "clip-before-accumulation": ("backward>clip", PARTS + LINES["clip"], "parts"),
+    "clip-before-unscaling": ("clip", LINES["clip"] + "; scaler.unscale_(optimizer)", "scaled"),
     "parameters-frozen": ("prepare", "model.wpe.requires_grad_(False)", ""),
     "clip-by-value": ("clip", "torch.nn.utils.clip_grad_value_(params, 1e-4)", ""),
     "clip-norm": ("clip", "torch.nn.utils.clip_grad_norm_(params, 1e-3, float('inf'))", ""),
@@ -189,6 +200,8 @@ HEALED = {
     "decay-on-biases": ("groups", GROUPS % "(p.ndim > 1 or 'bias' in name)", ""),
     "decay-not-on-embeddings": ("groups", GROUPS % "(p.ndim > 1 and name[0] == 'h')", ""),
     "decay-missing": ("groups", GROUPS % 0, ""),
+    "decay-wrong": ("groups", GROUPS % "0.1 * (p.ndim > 1)", ""),
+    "decay-after-update": ("adam", "p -= lr * direction; p -= lr * weight_decay * p", "undecayed"),
     "decay-without-rate": ("decay", "p -= weight_decay * p", ""),
     "bias-correction-step": ("adam", "p -= lr * m / (1 - b1 ** (t + 1)) / ((v / (1 - b2 ** (t + 1))).sqrt() + 1e-8)", ""),
     "eps-before-correction": ("adam", "p -= lr * m / (1 - b1**t) / ((v.sqrt() + 1e-8) / (1 - b2**t) ** 0.5)", ""),
@@ -196,36 +209,44 @@ HEALED = {
     "bias-correction-missing": ("adam", "p -= lr * m / (v.sqrt() + 1e-8)", ""),
     "schedule-step": ("rate", "for group in optimizer.param_groups: group['lr'] = rate(step + 1)", ""),
     "schedule-wrong": ("rate", "pass", ""),
+    "rate-wrong": ("rate", "for group in optimizer.param_groups: group['lr'] = 2e-3", "flat"),
+    "momentum-kept": ("optimizer", "last.setdefault(0, torch.optim.AdamW(groups, lr, (b1, b2)))", ""),
+    "momentum-lost": ("zero>optimizer", "optimizer = torch.optim.AdamW(groups, lr, (b1, b2)); optimizer.zero_grad()", ""),
+    "parameter-missing": ("groups", f"{GROUPS[:-1]} if name != 'wpe.weight']" % "(p.ndim > 1)", ""),
+    "parameter-twice": (
+        "update>groups",
+        "optimizer.step(); state.setdefault(0, torch.optim.AdamW(groups[:1], lr, (b1, b2))).step()",
+        "",
+    ),
+    "step-per-micro-batch": ("backward>update", PARTS + LINES["clip"] + "; optimizer.step(); optimizer.zero_grad()", "parts"),
+    "update-skipped": ("prepare", f"{HALF}; scaler = torch.amp.GradScaler('cpu', init_scale=2.0**100)", "scaled"),
     "update-rounded": ("prepare", "model.bfloat16()", ""),
 }
-QUICK = ("token-ignored", "accumulation-average-wrong", "update-rounded")
 
 
-@pytest.mark.parametrize("id", [pytest.param(id, marks=() if id in QUICK else pytest.mark.slow) for id in HEALED])
+@pytest.mark.parametrize("id", each(HEALED))
 def test_a_correction_that_is_carried_out_heals_the_step(id: str) -> None:
     """The line that was printed was the one that the user already had: `(loss / grad_accum)`, `ignore_index=-100`; weights in
     bfloat16 were called detached from the gradient, by their own rounding."""
-    slot, wrong, kind = HEALED[id]
-    by_hand = {"update": BY_HAND} if slot in ("decay", "adam") else {}
-    settings = SET | {"grad_accum": 1 + ("parts" in kind)} | ({"data.prompt": "p"} if "padded" in kind else {})
+    faulty, wrong, kind = HEALED[id]
+    slot, _, mended = faulty.partition(">")
+    others = {"update": BY_HAND} if slot in ("decay", "adam") else SCALED if kind == "scaled" else {}
+    others |= {"decay": "pass"} if kind == "undecayed" else {}
+    settings = SET | {"grad_accum": 1}
+    for word in kind.split():
+        settings |= KINDS.get(word, {})
+    settings = {key: value for key, value in settings.items() if value is not None}
 
     def said(**lines: str) -> Diagnosis:
-        return gpt2.diagnose_step(
-            our_model(), step_of(settings["grad_accum"], **by_hand, **lines), our_model(), settings=settings
-        )
+        make_step = step_of(settings["grad_accum"], **others | lines)
+        return gpt2.diagnose_step(our_model(), make_step, our_model(), settings=settings)
 
-    cause = next(cause for cause in said(**{slot: wrong}).causes if cause.id == id)
+    found = said(**{slot: wrong})
+    cause = next((cause for cause in found.causes if cause.id == id), None)
+    assert cause is not None, found.table()
     mend = cause.fix.partition("  #")[0].replace("...", LINES["loss"])
-    healed = said(**{"loss" if "loss = " in mend else slot: mend})
+    healed = said(**{"loss" if "loss = " in mend else mended or slot: mend})
     assert healed.ok, healed.table()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTY_STEPS)
-def test_the_causes_of_faults_are_named(name):
-    """A fault of one stage must not hide one of another, nor be taken for another."""
-    found = row(name)
-    assert found.perfect, found.flaws()
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 SHIFTED = "F.cross_entropy(model(x).flatten(0, 1), y.flatten())  # y[:, t] is the token after x[:, t]"
 MEAN = 'F.cross_entropy(logits, targets)  # reduction="mean": over all tokens of the batch'
 PARTS = "(loss / grad_accum).backward()  # for each of grad_accum equal parts"
-ORDER = "loss.backward() for all parts; clip_grad_norm_(model.parameters(), 1.0); optimizer.step()"
 CLIPPED = "torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)  # after backward(), before optimizer.step()"
 ADAMW = "torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), eps=1e-8)"
 GROUPS = 'groups = [{"params": [p], "weight_decay": weight_decay * (p.ndim >= 2)} for p in model.parameters()]'
@@ -45,9 +44,9 @@ _TABLE: dict[str, dict[str, str]] = {
     },
     "clip": {
         CLIPPED: "clip-missing clip-by-value clip-per-tensor clip-threshold",
-        "no clip_grad_norm_, or optim.clip as it is": "clip-unwanted",
+        "pass  # no clip_grad_norm_, or optim.clip as it is": "clip-unwanted",
         f"{CLIPPED}; norm_type=2.0": "clip-norm",
-        ORDER: "clip-before-accumulation",
+        f"{CLIPPED}: once, for all parts": "clip-before-accumulation",
         f"scaler.unscale_(optimizer); {CLIPPED}": "clip-before-unscaling",
     },
     "update": {
@@ -56,15 +55,15 @@ _TABLE: dict[str, dict[str, str]] = {
         f"{ADAMW}  # not Adam, which adds the decay to the gradient": "decay-coupled",
         GROUPS: "decay-on-all decay-on-norms decay-on-biases decay-not-on-embeddings decay-missing decay-wrong",
         "p -= lr * weight_decay * p": "decay-without-rate",
-        "p -= lr * weight_decay * p, then p -= lr * direction": "decay-after-update",
+        "p -= lr * weight_decay * p; p -= lr * direction": "decay-after-update",
         EPS: "bias-correction-missing bias-correction-step eps-inside-root eps-before-correction",
         RATE: "rate-wrong schedule-step schedule-wrong",
-        "a new optimizer, with its own state, in make_step": "momentum-kept",  # from one training to the next
-        "make the optimizer once, outside of step": "momentum-lost",  # zero in every step
-        "AdamW(model.parameters(), ...): all of them, in groups": "parameter-missing",  # from the optimizer
-        "each parameter in one group of one optimizer": "parameter-twice",
-        ORDER: "step-per-micro-batch",
-        "GradScaler with a smaller init_scale, or bfloat16 without one": "update-skipped",
+        f"{ADAMW}  # in make_step, with its own state": "momentum-kept",  # from one training to the next
+        f"{ADAMW}  # once, outside of step": "momentum-lost",  # zero in every step
+        f"{GROUPS}  # all of them": "parameter-missing",  # from the optimizer
+        f"{GROUPS}  # each of them once, in one optimizer": "parameter-twice",
+        "optimizer.step()  # once, after backward() of all parts": "step-per-micro-batch",
+        "scaler = torch.amp.GradScaler(device, init_scale=1024.0)  # or bfloat16 without one": "update-skipped",
         "with torch.autocast(device, dtype): loss = ...  # and weights in float32": "update-rounded",
     },
 }
@@ -92,12 +91,8 @@ class StepFindings:
     ) -> None:
         """Add a cause, once for each place: a part, or parameters. ``detail``: what the step does; ``seen``: how we know."""
         places = (Place(None, where),) if isinstance(where, str) else self.places(where)
-        self.take(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
-
-    def take(self, cause: Cause) -> None:
-        """Add a cause, unless one of its id is known at its places."""
-        if (cause.id, cause.places) not in [(one.id, one.places) for one in self.causes]:
-            self.causes.append(cause)
+        if (id, places) not in [(one.id, one.places) for one in self.causes]:
+            self.causes.append(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
 
     def leave_open(self, stage: str, why: str) -> None:
         """Say that not all of a stage is explained, and why."""

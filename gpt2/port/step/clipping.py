@@ -8,11 +8,9 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
-from torch import Tensor
-
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.records import Gradient, Update
-from gpt2.port.step.rules import spread
+from gpt2.port.step.updates import spread
+from gpt2.port.step.watching import Gradient, Sampled, Update
 from gpt2.port.terms.places import joined
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
@@ -28,6 +26,9 @@ class ClipKind(NamedTuple):
     words: str
     sizes: Callable[[Gradient], dict[str, float]]
 
+    def size(self, gradient: Gradient) -> float:
+        return max(self.sizes(gradient).values())
+
 
 NORM = ClipKind("clip-threshold", "the norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, g.total))
 LARGEST = ClipKind(
@@ -37,7 +38,7 @@ LARGEST = ClipKind(
 )
 EACH = ClipKind("clip-per-tensor", "that of each parameter is clipped to {:.6g}", lambda g: {n: one.two for n, one in g.items()})
 ENTRY = ClipKind("clip-by-value", "entries beyond {:.6g} are cut", lambda g: {n: one.largest for n, one in g.items()})
-KINDS = (NORM, LARGEST, EACH, ENTRY)  # of two that explain the gradients as well, the first
+WAYS = (NORM, LARGEST, EACH, ENTRY)  # of two that explain the gradients as well, the first
 
 
 @dataclass(frozen=True)
@@ -70,55 +71,49 @@ class Clip:
         return errors
 
 
-def read_clipping(sessions: Sequence[Sequence[Update]], share: float | None = None) -> Clip:
+def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     """Return what happens to the gradients of several sessions, by the way that explains them best.
 
-    The limit of each way is the largest measure of what was used and is not as it was. ``share``: what gradients are always
-    multiplied by; None: to be read from the last session, whose gradients are so small that no clipping bites.
+    The limit of each way is the largest measure of what was used and is not as it was. What gradients are always multiplied by is
+    read from the last session, whose gradients are so small that no clipping bites.
     """
     groups = [[_both(one) for one in session if one.held] for session in sessions]
     groups = [kept for group in groups if (kept := [pair for pair in group if pair[0]])]
     if not groups:
         return Clip()
     pairs = [pair for group in groups for pair in group]
-    ratios = [{name: _ratio(held[name].values, used[name].values) for name in held} for held, used in pairs]
-    outliers = _outliers(ratios)
-    if share is None:
-        small = [median(one.values()) for one in ratios[-len(groups[-1]) :]]
-        share = small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0
-    pairs = [(Gradient({n: one.times(abs(outliers.get(n, 1.0))) for n, one in held.items()}), used) for held, used in pairs]
+    ratios = [{n: float(x @ used[n].values / (x @ x)) if x.any() else 1.0 for n, (x, *_) in held.items()} for held, used in pairs]
+    outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
+    share = small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0
+    for held, _ in pairs:  # as clipping saw them
+        held |= {
+            n: Sampled(abs(f) * held[n].values, *(abs(f) * x for x in held[n][1:])) for n, f in outliers.items() if n in held
+        }
 
-    plain = Clip(share=share)
-    untouched = [plain.errors(*pair) for pair in pairs]
-    found = [(max(EXACT, *map(_worst, untouched)), plain, untouched)]
-    cut = [used for (_, used), passed in zip(pairs, untouched, strict=True) if _worst(passed) > EXACT]
-    for kind in KINDS if cut else ():
-        way = Clip(kind, max(max(kind.sizes(used).values()) for used in cut), share)
-        errors = [min(way.errors(*pair), passed, key=_worst) for pair, passed in zip(pairs, untouched, strict=True)]
-        found.append((max(EXACT, *map(_worst, errors)), way, errors))
-    worst, way, errors = min(found, key=lambda one: one[0])
-    odd = dict.fromkeys(name for one in errors for name, own in one.items() if own > FITS)
-    best, passed = way if worst <= FITS else plain, list[float]()
-    if best.kind is not None:
-        norms = [share * max(best.kind.sizes(held).values()) for held, _ in pairs]
-        free = (norm for norm, one in zip(norms, untouched, strict=True) if _worst(one) <= EXACT)
-        passed = [norm for norm in free if norm > BITES * best.limit]
+    ways = [Clip(share=share)]
+    untouched = [ways[0].errors(*pair) for pair in pairs]
+    if cut := [used for (_, used), errors in zip(pairs, untouched, strict=True) if _worst(errors) > EXACT]:
+        ways += [Clip(kind, max(kind.size(used) for used in cut), share) for kind in WAYS]
+    left = [[min(way.errors(*pair), one, key=_worst) for pair, one in zip(pairs, untouched, strict=True)] for way in ways]
+    best, found = min(zip(ways, left, strict=True), key=lambda one: max(EXACT, *map(_worst, one[1])))
+    odd = tuple(dict.fromkeys(name for errors in found for name, own in errors.items() if own > FITS))
+    if odd or best.kind is None:
+        best, passed = ways[0], list[float]()
+    else:
+        norms = [share * best.kind.size(held) for held, _ in pairs]
+        passed = [x for x, one in zip(norms, untouched, strict=True) if x > BITES * best.limit and _worst(one) <= EXACT]
     largest = share * max(held.total for held, _ in pairs)
-    return replace(best, largest=largest, outliers=outliers, odd=tuple(odd), passed=tuple(passed))
+    return replace(best, largest=largest, outliers=outliers, odd=odd, passed=tuple(passed))
 
 
 def _both(update: Update) -> tuple[Gradient, Gradient]:
     """Return the gradients after the last backward pass and at the update, of the parameters that have both."""
-    names = [name for name, one in update.held.items() if name in update.gradient and one.two != 0]
+    names = [n for n, one in update.held.items() if n in update.gradient and one.two != 0]
     return Gradient({name: update.held[name] for name in names}), Gradient({name: update.gradient[name] for name in names})
 
 
 def _worst(errors: dict[str, float]) -> float:
     return max(errors.values())
-
-
-def _ratio(before: Tensor, after: Tensor) -> float:
-    return float(before @ after / (before @ before)) if bool((before != 0).any()) else 1.0
 
 
 def _outliers(ratios: Sequence[dict[str, float]]) -> dict[str, float]:
@@ -149,21 +144,17 @@ def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> 
         return wanted is not None and abs(limit - wanted) <= 1e-3 * wanted
 
     left = f"norms up to {max(passed, default=clip.largest):.4g} are left as they are"
-    if passed and wanted:
-        add("clip-missing", f"in {len(passed)} of the updates {left}")
+    if wanted and (passed or (clip.kind is None and clip.largest > wanted * BITES)):
+        add("clip-missing", f"in {len(passed)} of the updates {left}" if passed else left)
     if clip.kind is None:
-        if wanted and clip.largest > wanted * BITES:
-            add("clip-missing", left)
-        elif wanted is None:
-            findings.notes.append(f"read off: no clipping (norms up to {clip.largest:.3g})")
+        findings.notes += [f"read off: no clipping (norms up to {clip.largest:.3g})"] if wanted is None else []
     elif wanted == 0:
         add("clip-unwanted", f"it is clipped to {clip.limit:.6g}")
     elif clip.kind is not NORM:
         add(clip.kind.id, clip.kind.words.format(clip.limit))
     elif wanted is None:
-        findings.notes.append(
-            f"read off: gradients are clipped to a norm of {clip.limit:.4g}" + (f", but {left}" if passed else "")
-        )
+        words = f"read off: gradients are clipped to a norm of {clip.limit:.4g}"
+        findings.notes.append(f"{words}, but {left}" if passed else words)
     elif near(before) and not near(clip.limit) and share < SCALED:
         add("clip-before-unscaling", f"the gradient, still multiplied by {1 / share:g}, is clipped to {before:.6g}")
     elif not near(clip.limit):

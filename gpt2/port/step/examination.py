@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from contextlib import suppress
 
 import torch
 from torch import nn
 
 from gpt2.errors import InputError
+from gpt2.measure.metrics import Progress
 from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
@@ -19,10 +21,10 @@ from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
 from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss, read_loss
-from gpt2.port.step.records import Watched, total_norm, updates_of
 from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import StepMoves
+from gpt2.port.step.watching import Watched
 from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
 
@@ -37,13 +39,7 @@ class StepExamination:
     """The checks of one step; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose_step` does."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        make_step: MakeStep,
-        ours: GPT2,
-        settings: StepSettings,
-        forward: Diagnosis,
-        watch: Callable[[str], None] = lambda stage: None,
+        self, module: nn.Module, make_step: MakeStep, ours: GPT2, settings: StepSettings, forward: Diagnosis, watch: Progress
     ) -> None:
         self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
         self.subject = StepSubject(module, make_step, ours.config.vocab_size, watch)
@@ -55,7 +51,9 @@ class StepExamination:
         self.calls = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
-        self.untied = self._untied()
+        tables = self.roles.names_of("wte", "head") if self.ours.config.tie_word_embeddings else []
+        apart = [name for name in tables if name in self.sampler.parameters]
+        self.untied = apart[:2] if len(apart) > 1 else []  # the token embedding and the head, if these are two in the step
         self._clip_and_update()
         self._loss()
         self._gradients()
@@ -74,14 +72,14 @@ class StepExamination:
         """Return the checkpoint's names for parameters."""
         return shortened((Place.of(where) for name in names for where in self.roles.where(name)), self.ours.config.n_layer)
 
-    # Sessions
+    def _batch(self, seed: int, padded: bool | None = None) -> StepBatch:
+        return random_batch(self.ours.config, self.settings, seed, padded=self.settings.padded if padded is None else padded)
 
     def _session(self, seeds: Sequence[int], names: Collection[str] = (), factor: float = 1.0) -> list[Watched]:
-        batches = [random_batch(self.ours.config, self.settings, seed) for seed in seeds]
-        calls, self.sampler = self.subject.session(batches, names, factor)
+        calls, self.sampler = self.subject.session([self._batch(seed) for seed in seeds], names, factor)
         if bad := [call.loss for call in calls if not math.isfinite(call.loss)]:
             raise InputError(f"the step returns a loss of {bad[0]}; look where it comes from (a mask, a label, a division)")
-        for call in calls if names else ():
+        for call in calls if names else calls[1:]:
             call.forwards.clear()  # the gradients of the parameters alone are compared; logits of a large vocabulary are large
         return calls
 
@@ -103,20 +101,13 @@ class StepExamination:
             why = "does it train another module than the one that make_step is given, or never call optimizer.step()?"
             raise InputError(f"no parameter of your module changes in {len(self.calls)} calls of the step: {why}")
 
-    def _untied(self) -> list[str]:
-        """Return the parameters that hold the token embedding and the head, if these are two in the step."""
-        own = [self.roles.names_of(part) for part in ("wte", "head") if self.ours.config.tie_word_embeddings]
-        pairs = (*self.roles.aliases.values(), [found[0] for found in own if len(found) == 1])
-        apart = ([name for name in names if name in self.sampler.parameters] for names in pairs)
-        return next((names for names in apart if len(names) > 1), [])
-
     # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
 
     def _clip_and_update(self) -> None:
-        findings, sessions = self.findings, [found for one in (self.calls, self.huge, self.tiny) if (found := updates_of(one))]
+        findings, sessions = self.findings, (self.calls, self.huge, self.tiny)
         judge_accumulation(findings, [*self.calls, *self.huge])
-        unscaled = math.prod({call.unscaled for call in self.calls})
-        self.clip = read_clipping(sessions, None if unscaled == 1 else unscaled)
+        updates = [[update for call in calls for update in call.updates] for calls in sessions]
+        self.clip = read_clipping(updates)
         if many := max(len(call.updates) for call in self.calls) - 1:
             detail = f"the parameters are updated {many + 1} times in a step, after each part of its batch"
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
@@ -130,35 +121,24 @@ class StepExamination:
         silent = sum(not (call.updates if known else call.changes) for call in self.calls)
         if 0 < silent < len(self.calls):
             findings.add("update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
-        arrived, updates = self.calls[0].arrived(), [update for call in self.calls for update in call.updates]
-        limit = DEAD * total_norm(arrived)  # that of a key's bias is rounding
-        still = [name for name, g in arrived.items() if name in self.sampler.parameters and float(g.norm()) > limit]
-        still = [name for name in still if not any(update.moves(name) for update in updates)]
+        arrived = self.calls[0].arrived()
+        reached = [name for name, one in arrived.items() if one.two > DEAD * arrived.total]
+        still = [name for name in reached if not any(update.moves(name) for update in updates[0])]
         # half precision hides changes where a copy is rounded
         if still and moves.fits and not (moves.odd and self.subject.halved):
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
 
     def _loss(self) -> None:
-        findings, earlier, read = self.findings, len(self.findings.causes), False
-        for number, call in enumerate(self.calls):
-            seen = self._judge_loss(findings, call, random_batch(self.ours.config, self.settings, number))
-            if number > 0:
-                call.forwards.clear()
-            elif not seen:
-                words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
-                findings.leave_open("loss", words)
-            read = read or seen
-            if "loss" in findings.unknown:
-                break
-        if read and (self.settings.padded or not findings.causes[earlier:]):
+        findings, known = self.findings, len(self.findings.causes)
+        if not self._judge_loss(findings, self.calls[0], self._batch(0)):
+            words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
+            findings.leave_open("loss", words)
+        elif not self.settings.padded and not findings.causes[known:]:
             self._padded()
-        dropouts = [p for call in self.calls for p in call.dropouts]
-        if self.settings.dropout is not None or dropouts:
-            judge_dropout(findings, dropouts, self.settings.dropout)
+        judge_dropout(findings, (p for call in self.calls for p in call.dropouts), self.settings.dropout)
         if any(call.half for call in self.calls):
-            findings.add(
-                "logits-half-precision", "loss", "the logits are rounded to half precision before the softmax", OPERATORS
-            )
+            detail = "the logits are rounded to half precision before the softmax"
+            findings.add("logits-half-precision", "loss", detail, OPERATORS)
 
     def _judge_loss(self, findings: StepFindings, call: Watched, batch: StepBatch) -> bool:
         """Add the causes in what a call was trained on; return whether the gradient of its logits was seen."""
@@ -168,25 +148,18 @@ class StepExamination:
         return reading is not None
 
     def _padded(self) -> None:
-        """Try a batch in which some targets are -100; a step that refuses it is not faulty."""
-        batch, own = random_batch(self.ours.config, self.settings, 50, ignored=True), StepFindings(self._places)
-        try:
+        """Try a batch in which some targets are -100, which the settings do not have; a step that refuses it is not faulty."""
+        batch, own = self._batch(50, padded=True), StepFindings(self._places)
+        with suppress(InputError):
             (call,), _ = self.subject.session([batch])
-        except InputError:
-            return
-        if math.isfinite(call.loss):
             self._judge_loss(own, call, batch)
         for cause in (cause for cause in own.causes if cause.id in PADDED):
-            if self.settings.padded:
-                self.findings.take(cause)
-            else:
-                self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
+            self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
 
     def _gradients(self) -> None:
         findings, first = self.findings, self.calls[0]
         detail = f"the head and the token embedding are two parameters ({' and '.join(self.untied)}); each gets its own gradient"
-        after = [[update.after[name] for name in self.untied] for update in first.updates]
-        if self.untied and all(torch.equal(*both) for both in after):
+        if self.untied and all(torch.equal(*(update.after[name] for name in self.untied)) for update in first.updates):
             findings.leave_open("gradient", f"{detail}, and your step keeps them equal, which was not followed")
         elif self.untied:
             findings.add("tied-gradient-lost", "wte", detail, "their values part in the step")
@@ -195,7 +168,7 @@ class StepExamination:
             findings.notes.append(words)
         elif passes := [one for one in first.forwards if one.gradient is not None]:
             if len(first.updates) > 1:  # then there is a backward pass for each
-                passes = passes[: len(first.first_backwards)]
+                passes = passes[: first.updates[0].backwards]
             made = expected_gradients(self.ours.config, self._state(), self.roles, self.sampler, passes)
             judge_gradients(findings, first, made, self.roles, self.untied, max(EQUAL, ROUNDINGS * first.rounds))
         for name, value in self.clip.outliers.items():
@@ -213,8 +186,7 @@ class StepExamination:
         """Run the step as it is, in its own dtypes: it may lose or skip updates, or halve the precision of its loss."""
         findings, halved = self.findings, self.subject.halved
         try:
-            batches = [random_batch(self.ours.config, self.settings, seed) for seed in range(3 if halved else 2)]
-            calls, _ = self.subject.session(batches, as_written=True)
+            calls, _ = self.subject.session([self._batch(seed) for seed in range(3 if halved else 2)], as_written=True)
         except StepError as error:
             findings.notes.append(f"in float64 your step runs; as written it does not: {error}")
             return
@@ -233,7 +205,7 @@ class StepExamination:
         """Say what share of a step's changes is lost where weights are kept in half precision, beside the step in float64."""
         due, lost = 0, 0
         for one, other in zip(exact.updates, written.updates, strict=False):
-            for name in (name for name in names if name in one.before and name in other.before):
+            for name in names:
                 moves = one.before[name] != one.after[name]
                 due += int(moves.sum())
                 lost += int((moves & (other.before[name] == other.after[name])).sum())

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.records import Forward
+from gpt2.port.step.watching import Forward
 
 IGNORED = -100  # a target that is not trained on
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
@@ -21,30 +23,23 @@ ODD = 1e-5  # of one that is no cross-entropy
 EVEN = 1e-6  # relative difference of weights that are meant to be equal
 BETTER = 30  # times smaller is the error of a formula that has one more number
 READ = "read from the gradient of the logits, position by position"
-AVERAGED = "accumulation-average-wrong"
-PADDED = {"padding-in-average", AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
+AVERAGED, PADDING = "accumulation-average-wrong", "padding-in-average"
+PADDED = {PADDING, AVERAGED, "loss-average-wrong"}  # what shows where some targets are -100
 PAD = "labels = labels.masked_fill(attention_mask == 0, -100)  # or another padding token than the end of text"
 UNEQUAL = '(F.cross_entropy(logits, targets, reduction="sum") / all_targets).backward()  # all_targets: of all parts'
 Told = tuple[str, str, str]  # a cause, what the step does, and the corrected line if it is not the table's
 
 
-@dataclass(frozen=True)
-class StepBatch:
-    """Tokens (B, T + 1); ``ignored`` (B, T): targets that are not trained on."""
+class StepBatch(NamedTuple):
+    """Tokens (B, T + 1), and the right labels (B, T): the next token of each, IGNORED where there is none to learn."""
 
     tokens: Tensor
-    ignored: Tensor | None = None
+    targets: Tensor
 
     @property
     def ids(self) -> Tensor:
         """What the model reads, (B, T)."""
         return self.tokens[:, :-1]
-
-    @property
-    def targets(self) -> Tensor:
-        """The right labels (B, T): the next token of each, IGNORED where there is none to learn."""
-        right = self.tokens[:, 1:]
-        return right if self.ignored is None else right.masked_fill(self.ignored, IGNORED)
 
 
 @dataclass
@@ -98,7 +93,7 @@ def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | No
         return float(left.max()), weights / factor
 
     reading.error, weights = fitted(0.0, 1.0)
-    for numbers in _free_numbers(wanted, at, labels) if reading.error > BOUND else ():
+    for numbers in _free_numbers(wanted[0], at[0], int(labels[0])) if reading.error > BOUND else ():
         error, own = fitted(*numbers)
         if error < reading.error / BETTER:
             reading.error, weights, (reading.smoothing, reading.factor) = error, own, numbers
@@ -106,25 +101,20 @@ def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | No
     return reading
 
 
-def _free_numbers(wanted: Tensor, at: Tensor, labels: Tensor) -> tuple[tuple[float, float], ...]:
-    """Return the smoothing of labels alone, and the factor of logits alone, that explain gradients (n, V) of logits ``at`` best.
+def _free_numbers(wanted: Tensor, at: Tensor, label: int) -> tuple[tuple[float, float], ...]:
+    """Return the smoothing of labels alone, and the factor of logits alone, that explain a gradient (V,) of logits ``at`` best.
 
     A smoothing of s adds w (1_k - 1/V) s. Without one, the logarithms of all entries but the label's are the factor times the
     logits, and a constant.
     """
-    hot = torch.zeros_like(at).scatter_(-1, labels[:, None], 1.0)
-    basis = torch.stack([at.softmax(-1) - hot, hot - 1 / at.shape[-1]], -1)
-    shares = torch.linalg.lstsq(basis, wanted[..., None]).solution[..., 0]
-    some = wanted > 0
-    log, x = (torch.where(some, one, 0.0) for one in (wanted.clamp(min=1e-300).log(), at))
-    log, x = (torch.where(some, one - one.sum(-1, keepdim=True) / some.sum(-1, keepdim=True), 0.0) for one in (log, x))
-    factor = float((log * x).sum() / x.square().sum().clamp(min=1e-300))
-    return (float((shares[:, 1] / shares[:, 0]).median()), 1.0), (0.0, factor)
+    hot = F.one_hot(torch.tensor(label), len(at)).double()
+    weight, smoothed = torch.linalg.lstsq(torch.stack([at.softmax(-1) - hot, hot - 1 / len(at)], -1), wanted[:, None]).solution
+    x, log = at[wanted > 0], wanted[wanted > 0].log()
+    x, log = x - x.mean(), log - log.mean()
+    return (float(smoothed / weight), 1.0), (0.0, float(log @ x / (x @ x)))
 
 
-def judge_loss(
-    findings: StepFindings, batch: StepBatch, reading: LossReading, factor: float, end_of_text: int | None = None
-) -> None:
+def judge_loss(findings: StepFindings, batch: StepBatch, reading: LossReading, factor: float, end_of_text: int | None) -> None:
     """Add the causes in one reading of the loss; ``factor``: what the step multiplies its gradient by before the update."""
     right = torch.where(batch.targets >= 0, 1 / int((batch.targets >= 0).sum()), 0.0).double()
     same = (reading.labels == batch.targets) | (reading.weights == 0)
@@ -135,31 +125,29 @@ def judge_loss(
     if reading.error > ODD:
         findings.leave_open("loss", f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
         return
-    found = [*_labels(batch, reading.labels, end_of_text), *_weights(batch, reading, factor)]
-    if reading.smoothing > 1e-6:
-        found.append(("label-smoothing", f"a label smoothing of {reading.smoothing:.4g}", ""))
-    if abs(reading.factor - 1) > 1e-6:
-        found.append(("logits-scaled", f"the logits are multiplied by {reading.factor:.6g} before the softmax", ""))
-    for id, detail, fix in found:
+    for id, detail, fix in (*_labels(batch, reading.labels, end_of_text), *_weights(batch, reading, factor)):
         findings.add(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ, fix)
+    if reading.smoothing > 1e-6:
+        findings.add("label-smoothing", "loss", f"a label smoothing of {reading.smoothing:.4g}", READ)
+    if abs(reading.factor - 1) > 1e-6:
+        findings.add("logits-scaled", "loss", f"the logits are multiplied by {reading.factor:.6g} before the softmax", READ)
 
 
 def _other_labels(batch: StepBatch) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield causes, words, and the labels (B, T) that people train on in place of the right ones."""
+    """Yield the right labels (B, T), and what people train on in their place: the cause, and words."""
     ids, right = batch.ids, batch.targets
-    first, last, none = ids[:, :1], right[:, -1:], torch.full_like(ids[:, :1], IGNORED)
+    yield "", "", right
     yield "labels-not-shifted", "each position learns the token that it reads", ids
-    twice = torch.cat([ids[:, 2:], last, none], 1)[:, -ids.shape[1] :]
-    for end in (twice[:, -1:], last):
-        yield "labels-shifted-twice", "each position learns the token after the next", torch.cat([twice[:, :-1], end], 1)
-    yield "labels-wrong", "each position learns the token before", torch.cat([first, ids[:, :-1]], 1)
+    for end in (torch.full_like(right[:, -1:], IGNORED), right[:, -1:]):
+        yield "labels-shifted-twice", "each position learns the token after the next", torch.cat([right[:, 1:], end], 1)
+    yield "labels-wrong", "each position learns the token before", torch.cat([ids[:, :1], ids[:, :-1]], 1)
+    yield PADDING, "targets of -100 are trained on", right.clamp(min=0)
 
 
 def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterator[Told]:
     """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
     right, trained = batch.targets, labels != IGNORED
-    ways = (("", "", right), *_other_labels(batch), ("padding-in-average", "targets of -100 are trained on", right.clamp(min=0)))
-    found = next((way for way in ways if bool((labels == way[2])[trained].all())), None)
+    found = next((way for way in _other_labels(batch) if bool((labels == way[2])[trained].all())), None)
     if found is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
         words = f"the last position learns a token that does not follow: in the first row {int(labels[0, -1])}"
         found = "last-token-in-loss", words, torch.cat([right[:, :-1], labels[:, -1:]], 1)
@@ -170,10 +158,8 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
     id, words, expected = found
     if id:
         yield id, words, ""
-    if not bool(trained.any()):
-        return
-    missing = ~trained & (expected >= 0) & (right >= 0)
-    if bool(missing[:, -1].all()) and labels.shape[1] > 1:
+    missing = ~trained & (expected >= 0) & (right >= 0) & trained.any()
+    if bool(missing[:, -1].any()) and bool((missing | (right < 0))[:, -1].all()) and labels.shape[1] > 1:
         yield "last-token-missing", "the last position of each row has no label", ""
         missing[:, -1] = False
     left = expected[missing]
@@ -199,7 +185,7 @@ def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tupl
         yield length * parts, f"{summed} {apart}", "the sum over the tokens of a row, and over parts"
     yield count, summed, "the sum over all tokens"
     yield length, summed, "the sum over the tokens of a row"
-    yield count / padded, "padding-in-average", "the sum, divided by all targets, ignored ones too"
+    yield count / padded, PADDING, "the sum, divided by all targets, ignored ones too"
 
 
 def _weights(batch: StepBatch, reading: LossReading, factor: float) -> Iterator[Told]:

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
+from gpt2.measure.metrics import Progress
 from gpt2.measure.user_code import error_line
 from gpt2.port.recording.forward import Borrowed, plain_attention
-from gpt2.port.step.loss import StepBatch
-from gpt2.port.step.records import HALVES, Sampler, Watched
+from gpt2.port.step.loss import IGNORED, StepBatch
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.watching import Watch
+from gpt2.port.step.watching import HALVES, Sampler, Watch, Watched
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
@@ -29,10 +29,10 @@ DISTURBED = 1 + 2.0**-5  # a factor that half precision shows
 MANY = 30e6  # parameters; above it memory is given back after each call
 
 
-def random_batch(config: GPT2Config, settings: StepSettings, seed: int, *, ignored: bool = False) -> StepBatch:
+def random_batch(config: GPT2Config, settings: StepSettings, seed: int, *, padded: bool) -> StepBatch:
     """Return random ids of the size that the settings say, distinct within a row where the vocabulary allows.
 
-    Each id that people take for padding is among them. ``ignored``: the last targets are, in each row another number of them.
+    Each id that people take for padding is among them. ``padded``: the last targets are ignored, in each row another number.
     """
     vocabulary, parts = config.vocab_size, settings.grad_accum or 1
     rows = settings.batch_size or max(4, 2 * parts)
@@ -46,19 +46,17 @@ def random_batch(config: GPT2Config, settings: StepSettings, seed: int, *, ignor
         row = number % rows
         if not bool((ids[row] == id).any()):
             ids[row, 1 + (number * 2) % max(1, length - 1)] = id
-    if not ignored:
-        return StepBatch(ids)
-    left_out = torch.tensor([row * (length - 1) // (2 * rows) + (row == 0) for row in range(rows)])
-    return StepBatch(ids, torch.arange(length) >= length - left_out[:, None])
+    left_out = torch.tensor([padded * (row * (length - 1) // (2 * rows) + (row == 0)) for row in range(rows)])
+    return StepBatch(ids, ids[:, 1:].masked_fill(torch.arange(length) >= length - left_out[:, None], IGNORED))
 
 
 class StepSubject:
     """A module with its weights, and ``make_step``; each :meth:`session` starts from these weights."""
 
-    def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Callable[[str], None]) -> None:
+    def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Progress) -> None:
         self.module, self.make_step, self.vocabulary, self.note_stage = module, make_step, vocabulary, watch
         self.maker = getattr(make_step, "__name__", "make_step")
-        self.keep_casts = False  # that of a step which fails without its casts to narrower dtypes
+        self.without_casts, self.keep_casts = False, False  # whether it failed as its casts were removed; so they are kept
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
 
@@ -82,9 +80,8 @@ class StepSubject:
                 yield
             finally:
                 for tensor, data, requires_grad, gradient, hooks in kept:
-                    tensor.data = data
+                    tensor.data, tensor.grad = data, gradient
                     tensor.requires_grad_(requires_grad) if tensor.is_leaf else None
-                    tensor.grad = gradient
                     for name, value in zip(HOOKS, hooks, strict=True):
                         setattr(tensor, name, value)
 
@@ -100,8 +97,8 @@ class StepSubject:
         """
         try:
             return self._session(batches, names, factor, as_written)
-        except StepError as error:
-            if as_written or self.keep_casts or not error.without_casts:
+        except StepError:
+            if as_written or self.keep_casts or not self.without_casts:
                 raise
         finally:
             if self.large:
@@ -118,12 +115,12 @@ class StepSubject:
             before = dict(self.module.named_parameters())
             own = {name: p.dtype for name, p in before.items()}
             self._widen(as_written)
-            for tensor in {p.data_ptr(): p for name, p in before.items() if name in names}.values():
-                tensor.data.mul_(factor)
+            for name in before.keys() & names:
+                before[name].data.mul_(factor)
             step = self._made()
             sampler = Sampler(dict(self.module.named_parameters()))
-            made = ((name, p.dtype) for name, p in sampler.parameters.items())
-            self.dtypes = {name: own.get(name, kind) if kind == torch.float64 else kind for name, kind in made}
+            kinds = {name: p.dtype for name, p in sampler.parameters.items()}
+            self.dtypes = {name: own.get(name, kind) if kind == torch.float64 else kind for name, kind in kinds.items()}
             self._widen(as_written)  # make_step may have added some
             calls = []
             for number, batch in enumerate(batches):
@@ -168,7 +165,8 @@ class StepSubject:
             sizes = "; say the batch that it takes with --set batch_size=..., --set context=..., --set grad_accum=..."
             advice = sizes if any(word in str(error) for word in SHAPES) else ""
             words = f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{advice}"
-            raise StepError(words, bool(watch.casts)) from error
+            self.without_casts = bool(watch.casts)
+            raise StepError(words) from error
         if self.large:
             give_back_freed_memory()
         watch.seen.loss = _number(loss, self.maker)
@@ -176,11 +174,7 @@ class StepSubject:
 
 
 class StepError(InputError):
-    """Raised when the author's code fails; its cause is the author's exception. ``without_casts``: casts had been removed."""
-
-    def __init__(self, words: str, without_casts: bool = False) -> None:
-        super().__init__(words)
-        self.without_casts = without_casts
+    """Raised when the author's code fails; its cause is the author's exception."""
 
 
 def _number(loss: Any, maker: str) -> float:

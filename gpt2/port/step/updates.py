@@ -1,24 +1,215 @@
-"""How a step moves each parameter, by which rule, and what of that is not as the settings say."""
+"""The update: rules by which an optimizer moves a parameter, how one is recognised, and what of it is not as the settings say.
+
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2; Kingma and Ba, "Adam" (2015). With
+gradients g of step t, m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, the direction is (m / c1) / (sqrt(v / c2) + eps), with
+c = 1 - b^t. A parameter p becomes p - rate direction - decay p; rate and decay of each step are solved by least squares.
+Everything is elementwise, so a sample of the entries is enough.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from statistics import median
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.records import Update
-from gpt2.port.step.rules import DEPARTURES, FITS, ROUNDED, Array, Rule, RuleFit, Track, fit, recognised_rule, spread
 from gpt2.port.step.settings import StepSettings
+from gpt2.port.step.watching import Update, Watched
 from gpt2.port.terms.places import joined
 
 FITTED = "this rule gives your own parameters, from your own gradients, at every entry that was compared"
-EPSILON = 1e-8
-CLOSE = 1e-4  # relative difference of constants that are meant to be equal
 WORDS = {"matrix": "matrices", "embedding": "embeddings", "norm": "norms", "bias": "biases"}
+Array = NDArray[np.float64]
+ROUNDING = 2 * 2.0**-52  # of a parameter, when a change is added to it in float64
+EXACT = 1e-8  # relative error of changes that a rule explains
+FITS = 1e-6  # the same, of a rule that is known
+ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32; also in later sessions
+CLOSE = 1e-4  # relative difference of constants, or of rates, that are meant to be equal
+BETTER = 30  # times smaller is the error of a rarer rule that is preferred
+PART = 192  # entries of each parameter that the search uses
+BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
+BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
+EPSILON = 1e-8
+EPSILONS = (EPSILON, 1e-6, 1e-5, 1e-7, 1e-10, 1e-12, 1e-4, 1e-3)
+DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
+
+
+@dataclass(frozen=True)
+class Rule:
+    """An optimizer's formula, without its rate and its decoupled decay.
+
+    ``correction``: by the factors of the right step, by none, or by those of the step after. ``place``: eps is added to the
+    corrected root, inside the root, or to the root before its correction. ``coupled``: a decay that is added to the gradient.
+    ``lost``: the moments begin at zero in every step; ``counted``: but the number of the step, for their correction, does not.
+    """
+
+    kind: Literal["adam", "sgd"] = "adam"
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = EPSILON
+    correction: Literal["full", "none", "late"] = "full"
+    place: Literal["outside", "inside", "before"] = "outside"
+    amsgrad: bool = False
+    coupled: float = 0.0
+    lost: bool = False
+    counted: bool = False
+
+
+# How a formula departs from AdamW's: a field of the rule and its value, the cause, and words.
+DEPARTURES: tuple[tuple[str, Any, str, str], ...] = (
+    ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
+    ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
+    ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
+    ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
+    ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
+    ("amsgrad", True, "amsgrad", "the largest second moment so far is used"),
+)
+
+
+class Track(NamedTuple):
+    """One parameter over K updates: values before, gradients, and changes, each (K, n); ``seen``: whether it had a gradient."""
+
+    before: Array
+    gradient: Array
+    change: Array
+    seen: NDArray[np.bool_]
+
+    @property
+    def sample(self) -> Track:
+        """Entries whose gradients differ in size, with small ones, where eps shows."""
+        size = np.abs(self.gradient).sum(0)
+        order = np.argsort(size)[(size == 0).sum() if size.any() else 0 :]
+        index = order[np.unique(np.linspace(0, len(order) - 1, PART).astype(np.int64))]
+        return Track(self.before[:, index], self.gradient[:, index], self.change[:, index], self.seen)
+
+
+def directions(rule: Rule, track: Track) -> Array:
+    """Return the directions (K, n) in which a rule moves a parameter, from its own values and gradients."""
+    m, v, most = np.zeros((3, track.before.shape[1]))
+    b1, b2, step, out = rule.beta1, rule.beta2, 0, np.zeros(track.before.shape)
+    for t in np.flatnonzero(track.seen):
+        g = track.gradient[t] + rule.coupled * track.before[t]
+        if rule.lost:
+            m, v, most = np.zeros((3, len(g)))
+            step *= rule.counted
+        step += 1
+        if rule.kind == "sgd":
+            out[t] = m = b1 * m + g
+        else:
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            most = np.maximum(most, v) if rule.amsgrad else v
+            at = step + (rule.correction == "late")
+            c1, c2 = (1.0, 1.0) if rule.correction == "none" else (1 - b1**at, 1 - b2**at)
+            inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
+            root = np.sqrt(most / c2 + inside) + before / math.sqrt(c2) + outside
+            out[t] = m / (c1 * np.where(root == 0, 1.0, root))
+    return out
+
+
+@dataclass(frozen=True)
+class RuleFit:
+    """A rule on one parameter: its rates and decays by step (K,), NaN where unknown, and the error relative to the changes.
+
+    ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
+    """
+
+    rule: Rule
+    rates: Array
+    decays: Array
+    error: float
+    doubts: Array
+
+    @property
+    def decay(self) -> float | None:
+        """The decay over the rate, or that of the gradient; None if it cannot be known."""
+        known = ~np.isnan(self.decays) & (np.abs(self.rates) > 0)
+        if self.rule.coupled or not known.any():
+            return self.rule.coupled or None
+        value = float(np.median(self.decays[known] / self.rates[known]))
+        return 0.0 if abs(value) < 1e-6 else value
+
+
+def fit(track: Track, rule: Rule) -> RuleFit:
+    """Fit the rates and decays of each step to ``change = -rate direction - decay before``."""
+    change, before, direction = track.change, track.before, directions(rule, track)
+    uu, up, pp = (direction * direction).sum(-1), (direction * before).sum(-1), (before * before).sum(-1)
+    ud, pd = -(direction * change).sum(-1), -(before * change).sum(-1)
+    determinant = uu * pp - up * up
+    both = determinant > 1e-9 * uu * pp
+    safe = np.where(both, determinant, 1.0)
+    rates = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
+    decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
+    residual = change + rates[:, None] * direction + np.nan_to_num(decays)[:, None] * before
+    left = float(np.linalg.norm(residual)) - ROUNDING * math.sqrt(float(pp.sum()))
+    error = max(0.0, left) / (float(np.linalg.norm(change)) or math.inf)
+    return RuleFit(rule, rates, decays, error, ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf)))
+
+
+def variants(settings: StepSettings) -> list[Rule]:
+    """Return the table of rules that people write: AdamW first, and the usual mistakes before the rare."""
+    adam, sgd = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999), Rule("sgd", 0.0)
+    momentum = replace(sgd, beta1=0.9)
+
+    def departing(rule: Rule) -> list[Rule]:
+        return [replace(rule, **{field: value}) for field, value, *_ in DEPARTURES]
+
+    lost, *others = departing(adam)
+    rules = [adam, lost, sgd, replace(lost, counted=True), momentum]
+    rules += [replace(adam, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay]
+    rules += [*others, replace(adam, beta1=0.0, correction="none"), *(two for one in others for two in departing(one)[1:])]
+    rules += [replace(one, coupled=settings.weight_decay or 0.01) for one in (*others, momentum)]
+    return list(dict.fromkeys(rules))
+
+
+def constants(rule: Rule, settings: StepSettings) -> Iterator[Rule]:
+    """Yield a rule with other usual betas, also swapped, and AdamW with another eps too; then with another eps alone."""
+    adam, given = rule.kind == "adam", (settings.beta1, settings.beta2)
+    firsts = [*filter(None, given), *BETAS1] if rule.beta1 else [0.0]
+    seconds = [*filter(None, given), *BETAS2] if adam else [rule.beta2]
+    plain = rule == Rule(beta1=rule.beta1, beta2=rule.beta2)
+    for a, b in itertools.product(firsts, seconds) if not rule.lost or rule.counted else ():
+        yield from (replace(rule, beta1=a, beta2=b, eps=eps) for eps in (rule.eps, *(EPSILONS if plain else ())))
+    yield from (replace(rule, eps=eps) for eps in (EPSILONS if adam else ()))
+
+
+def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
+    """Return the largest error of a rule on some parameters, each with its own rates and decays."""
+    return max(fit(track, rule).error for track in tracks)
+
+
+def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: Array | None = None) -> tuple[Rule, float]:
+    """Return the rule that moved some parameters, and its error: AdamW as the settings say, or the first of the table that does.
+
+    ``expected``: the rates (K,) of the settings. A factor of a step cannot be told from its rate: moments without correction move
+    a parameter as those do whose eps is added before the correction, at other rates. So rates that are steady beside the expected
+    ones decide between rules that give the same changes.
+    """
+    tracks, table = [track.sample for track in tracks], variants(settings)
+    best, error = table[0], math.inf
+    for number, rule in enumerate(itertools.chain(table, *(constants(rule, settings) for rule in table))):
+        if error <= (EXACT if number < len(table) else FITS):
+            break
+        if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
+            best, error = rule, own
+    if expected is None or best.kind == "sgd" or best.lost or not bool((expected > 0).all()):
+        return best, error
+    alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in ("full", "none", "late")]
+    for one in (one for one in alike if error_of(one, tracks) <= max(EXACT, 2 * error)):
+        if spread(np.median([fit(track, one).rates for track in tracks], axis=0) / expected) < CLOSE:
+            return one, error
+    return best, error
+
+
+def spread(values: Sequence[float] | Array) -> float:
+    """Return the difference of the largest and the least value, over the largest one's size."""
+    return float(max(values) - min(values)) / (float(max(map(abs, values))) or math.inf)
 
 
 def tracks_of(updates: Sequence[Update], names: Collection[str]) -> dict[str, Track]:
@@ -39,10 +230,11 @@ class StepMoves:
     """
 
     def __init__(
-        self, findings: StepFindings, sessions: Sequence[Sequence[Update]], settings: StepSettings, roles: Mapping[str, str]
+        self, findings: StepFindings, sessions: Sequence[Sequence[Watched]], settings: StepSettings, roles: Mapping[str, str]
     ) -> None:
-        self.findings, self.settings, self.roles, first = findings, settings, roles, sessions[0]
-        self.calls = np.array([one.call for one in first])
+        self.findings, self.settings, self.roles = findings, settings, roles
+        self.calls = np.array([number for number, call in enumerate(sessions[0]) for _ in call.updates])
+        first, *later = ([update for call in calls for update in call.updates] for calls in sessions)
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
@@ -53,46 +245,39 @@ class StepMoves:
         tracks, names = tracks_of(first, moving), [name for name in moving if roles[name] == "matrix"] or moving
         said = np.array([settings.rate(call) if settings.scheduled else 1.0 for call in self.calls])
         chosen = [tracks[names[part * len(names) // 3]] for part in (1, 2)]
-        rule, error = recognised_rule(chosen, settings, np.where(said == 0, np.nan, said))
+        self.rule, self.error = recognised_rule(chosen, settings, said)
         for name, track in tracks.items():
-            self._fit(name, track, rule, error)
-        self._test_later(sessions[1:], tracks)
+            self._fit(name, track)
+        self._test_later([session for session in later if session], tracks)
         if self.known:
             self._compare_rates()
-
-    @property
-    def rule(self) -> Rule:
-        """The rule of most parameters."""
-        used = [one.rule for one in self.fits.values()]
-        return max(dict.fromkeys(used), key=used.count)
 
     @property
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
-    def _fit(self, name: str, track: Track, rule: Rule, error: float) -> None:
+    def _fit(self, name: str, track: Track) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
-        found = fit(track, rule)
-        if found.error > FITS:
-            tried = dict.fromkeys([rule, *(one.rule for one in self.known.values())])
-            decays = (None, 0.0, self.settings.weight_decay or 0.0)
-            every = (one if decay is None else replace(one, coupled=decay) for decay in decays for one in tried)
-            found = min((fit(track, one) for one in every), key=lambda one: one.error * (1.0 if one.rule == rule else 1.1))
-        if found.error > FITS and error <= ROUNDED:
-            own = fit(track, recognised_rule([track], self.settings)[0])
-            found = own if own.error < found.error / 30 else found
-        self.fits[name] = found
-        self.odd += [name] * (found.error > (ROUNDED if error > FITS else FITS))
+        found = [fit(track, self.rule)]
+        if found[0].error > FITS:
+            rules = dict.fromkeys([self.rule, *(one.rule for one in self.known.values())])
+            decays = (0.0, self.settings.weight_decay or 0.0)
+            found += [fit(track, one) for rule in rules for one in (rule, *(replace(rule, coupled=decay) for decay in decays))]
+        if self.error <= ROUNDED < min(one.error for one in found):
+            found.append(fit(track, recognised_rule([track], self.settings)[0]))
+        self.fits[name] = best = min(found, key=lambda one: one.error * (1 if one.rule == self.rule else BETTER))
+        self.odd += [name] * (best.error > (ROUNDED if self.error > FITS else FITS))
 
     def _test_later(self, sessions: Sequence[Sequence[Update]], tracks: dict[str, Track]) -> None:
         """Test the rules in later sessions, from moments of zero or those that the session before left."""
         for session in sessions:
             later = tracks_of(session, self.known)
-            moved = {name: one.rule for name, one in self.known.items() if bool((later[name].change != 0).any())}
+            moved = {name: one.rule for name, one in self.known.items() if later[name].change.any()}
             rest = [name for name, rule in moved.items() if fit(later[name], rule).error > ROUNDED]
-            failed = [name for name in rest if fit(later[name], moved[name], tracks[name]).error > ROUNDED]
-            self.kept = 2 * len(rest) - len(failed) > len(moved)
+            tracks = {n: Track(*(np.concatenate(both) for both in zip(tracks[n], later[n], strict=True))) for n in rest}
+            failed = [name for name in rest if fit(tracks[name], moved[name]).error > ROUNDED]
             if rest:
+                self.kept = 2 * len(rest) - len(failed) > len(moved)
                 self.odd += failed if len(failed) > len(self.fits) // 4 else []
                 return
             tracks = later
@@ -100,11 +285,11 @@ class StepMoves:
     def _compare_rates(self) -> None:
         """Set ``rates`` (K,), those of most parameters without decay, and ``factors``: what the rates of others are of them."""
         fits = list(self.known.values())
-        plain = [one for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()] or fits
-        self.rates: Array = np.median(np.stack([one.rates for one in plain]), axis=0)
+        plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
+        self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
         for name, one in self.known.items():
             live = np.abs(self.rates) > 100 * one.doubts
-            factor = median((one.rates[live] / self.rates[live]).tolist()) if bool(live.any()) else 1.0
+            factor = float(np.median(one.rates[live] / self.rates[live])) if live.any() else 1.0
             if abs(factor - 1) > 0.01:
                 self.factors[name] = factor
 
@@ -129,11 +314,10 @@ class StepMoves:
                 self._add(id, words.format(eps=rule.eps))
         self._constants(rule)
         self._rates()
-        coupled = {name: one.rule.coupled for name, one in self.known.items() if one.rule.coupled}
-        values = {name: decay for name, one in self.known.items() if (decay := one.decay) is not None} | coupled
-        if coupled:
+        values = {name: decay for name, one in self.known.items() if (decay := one.decay) is not None}
+        if coupled := [name for name in values if self.fits[name].rule.coupled]:
             how = "is added to the gradient, and so divided by the root of its second moment"
-            self._add("decay-coupled", f"{median(coupled.values()):.4g} times the parameter {how}", list(coupled))
+            self._add("decay-coupled", f"{median(values[name] for name in coupled):.4g} times the parameter {how}", coupled)
         self._decays(values, self.settings.weight_decay, bool(coupled))
         if self.kept:
             self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
@@ -180,7 +364,8 @@ class StepMoves:
         if which := [words for words, one in zip(("after", "before"), shifted, strict=True) if _same(rates, one)]:
             self._add("schedule-step", f"the rate of each step is that of the one {which[0]}: {_listed(rates)}")
         elif expected.any() and spread(rates[expected != 0] / expected[expected != 0]) <= CLOSE:
-            self._add("rate-wrong", said, fix=f"lr={expected[0]:g}, in all groups" if spread(expected) <= CLOSE else "")
+            fix = f'for group in optimizer.param_groups: group["lr"] = {expected[0]:g}' if spread(expected) <= CLOSE else ""
+            self._add("rate-wrong", said, fix=fix)
         else:
             self._add("schedule-wrong", said)
 
@@ -203,20 +388,20 @@ class StepMoves:
         if not names:
             return
         names = [name for name in names if name not in self.factors] or names
-        value, live, found = median(values[name] for name in names), self.rates != 0, [self.fits[name] for name in names]
         if wanted and not coupled:
-            short = [np.abs(1 - (one.rates / self.rates + one.decays)[live]) for one in found]
-            later = [error < 0.1 * np.abs(one.decays[live]) for error, one in zip(short, found, strict=True)]
-            if np.all(later) and len(names) < len(self.fits):
+            decays = np.stack([self.fits[name].decays for name in names])
+            lacking = 1 - np.stack([self.fits[name].rates for name in names]) / np.where(self.rates == 0, np.nan, self.rates)
+            after = (np.abs(lacking - decays) < 0.1 * np.abs(decays)) | (self.rates == 0)
+            if after.all() and len(names) < len(self.fits):
                 self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
-            raw = np.nanmedian(np.stack([one.decays for one in found]), axis=0)
-            if bool((np.abs(raw / wanted - 1) < 1e-3).all()) and abs(float(np.median(self.rates)) - 1) > 1e-3:
+            raw = np.nanmedian(decays, axis=0)
+            if (np.abs(raw / wanted - 1) < 1e-3).all() and abs(float(np.median(self.rates)) - 1) > 1e-3:
                 words = f"in each step {wanted:g} of the parameter is taken off, whatever the rate"
                 self._add("decay-without-rate", words, names)
                 return
+        value = median(values[name] for name in names)
         if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):
-            fix = f"weight_decay={wanted:g}, for these parameters"
-            self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names, fix)
+            self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
 
 
 def _listed(rates: Array) -> str:

@@ -1,10 +1,12 @@
-"""Watch one call of a training step: gradients of the logits, each backward pass, and each update of the parameters."""
+"""Watch a training step: gradients of the logits, each backward pass, and each update, at a sample of the parameters' entries."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,13 +16,139 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import RANDOM, DeterministicMode, OperatorCall, tensors
-from gpt2.port.step.records import HALVES, Backward, Forward, Gradient, Sampler, Update, Watched
+from gpt2.port.recording.dispatch import DeterministicMode, OperatorCall, tensors
 
+HALVES = (torch.float16, torch.bfloat16)
+SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small model
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
-HANDLED = {"_to_copy", "native_dropout", "bernoulli", "bernoulli_", *RANDOM}
 PADDING = 128  # columns that are added to the vocabulary, at most
-UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
+Samples = dict[str, Tensor]
+
+
+class Sampled(NamedTuple):
+    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, and the largest."""
+
+    values: Tensor
+    two: float = 0.0
+    largest: float = 0.0
+
+    @classmethod
+    def of(cls, tensor: Tensor, values: Tensor | None = None) -> Sampled:
+        """Return a tensor with its norms, without a copy of it; ``values``: the entries to keep, in place of all."""
+        kept = tensor.reshape(-1) if values is None else values
+        dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
+        orders = (2, math.inf) if tensor.numel() else ()
+        return cls(kept, *(float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in orders))
+
+
+class Gradient(dict[str, Sampled]):
+    """A gradient of the parameters at one moment, by parameter."""
+
+    @property
+    def total(self) -> float:
+        """The Euclidean norm over all parameters."""
+        return math.hypot(*(one.two for one in self.values()))
+
+
+def summed(gradients: Iterable[Gradient]) -> Gradient:
+    """Return the sum; where several are added, its norms are those of the sampled entries, which are all in a small model."""
+    found = Gradient()
+    for name, one in (pair for gradient in gradients for pair in gradient.items()):
+        found[name] = Sampled.of(found[name].values + one.values) if name in found else one
+    return found
+
+
+@dataclass(frozen=True)
+class Update:
+    """One update of the parameters: their values before and after, and the gradient that it used.
+
+    ``held``: ``.grad`` after the last backward pass before it, if the update used ``.grad``. ``backwards``: how many of this call
+    come before it.
+    """
+
+    before: Samples = field(default_factory=dict)
+    after: Samples = field(default_factory=dict)
+    gradient: Gradient = field(default_factory=Gradient)
+    held: Gradient = field(default_factory=Gradient)
+    backwards: int = 0
+
+    def moves(self, name: str) -> bool:
+        """Whether a parameter changes."""
+        return not torch.equal(self.before[name], self.after[name])
+
+    @property
+    def changes(self) -> bool:
+        """Whether any parameter changes."""
+        return any(map(self.moves, self.before))
+
+
+@dataclass
+class Forward:
+    """One forward pass of the module: ids (b, T), logits (b, T, V), and the gradient of the logits that training computed."""
+
+    ids: Tensor
+    logits: Tensor
+    gradient: Tensor | None = None
+
+    @torch.no_grad()
+    def add(self, gradient: Tensor) -> None:
+        kept = gradient.detach().clone().view(self.logits.shape)
+        self.gradient = kept if self.gradient is None else self.gradient + kept
+
+
+@dataclass
+class Watched:
+    """What was seen in one call of a step."""
+
+    loss: float = math.nan
+    start: Gradient = field(default_factory=Gradient)  # ``.grad`` as the call before left it
+    trains: set[str] = field(default_factory=set)  # the parameters that require gradients
+    forwards: list[Forward] = field(default_factory=list)
+    backwards: list[Gradient] = field(default_factory=list)  # what arrived at each parameter in each backward pass
+    updates: list[Update] = field(default_factory=list)
+    by_hand: set[str] = field(default_factory=set)  # ``torch.autograd.Function``s whose backward pass somebody wrote
+    rounds: float = 0.0  # the relative rounding of the numbers that are computed, beyond float64's
+    half: bool = False  # the loss was computed from logits in half precision
+    dropouts: set[float] = field(default_factory=set)
+
+    @property
+    def changes(self) -> bool:
+        """Whether any parameter changes."""
+        return any(update.changes for update in self.updates)
+
+    def arrived(self) -> Gradient:
+        """Return the sum of what arrived at each parameter, before the first update if there are several."""
+        return summed(self.backwards[: self.updates[0].backwards if len(self.updates) > 1 else None])
+
+
+class Sampler:
+    """Which entries of each parameter are kept: all, or a fixed sample, which is the same for parameters of one size."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter]) -> None:
+        self.parameters = parameters
+        self.indices: dict[str, Tensor | slice] = {}
+        for name, parameter in parameters.items():
+            count = parameter.numel()
+            generator = torch.Generator().manual_seed(count)
+            self.indices[name] = torch.randint(count, (SAMPLE,), generator=generator) if count > SAMPLE else slice(None)
+
+    def take(self, name: str, tensor: Tensor) -> Tensor:
+        """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""
+        index, flat = self.indices[name], tensor.detach().reshape(-1)
+        taken = flat[index if isinstance(index, slice) else index.to(flat.device)]
+        return taken.to("cpu", torch.float64, copy=True)
+
+    def values(self) -> Samples:
+        return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
+
+    def gradient(self, name: str, tensor: Tensor) -> Sampled:
+        """Return what is kept of a parameter's gradient."""
+        tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+        return Sampled.of(tensor, self.take(name, tensor))
+
+    def gradients(self) -> Gradient:
+        found = ((name, p.grad) for name, p in self.parameters.items())
+        return Gradient({name: self.gradient(name, grad) for name, grad in found if grad is not None})
 
 
 class Watch(DeterministicMode):
@@ -34,8 +162,8 @@ class Watch(DeterministicMode):
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
         self.seen = Watched()
         self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
-        self._halves: set[int] = set()  # the widths of what is cast to half precision
-        self._fired: set[str] = set()
+        self._halves: set[int] = set()  # the widths of what is cast to half precision, or goes into a softmax in it
+        self._held = Gradient()  # .grad after the last backward pass
         self._open: Update | None = None
         self._task = -1  # the autograd engine's number of the backward pass that runs
         self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
@@ -46,8 +174,8 @@ class Watch(DeterministicMode):
         self._handles += [part.register_forward_hook(self._part) for part in parts]
         self.seen.trains = {name for name, parameter in self.sampler.parameters.items() if parameter.requires_grad}
         for parameter, name in ((self.sampler.parameters[name], name) for name in self.seen.trains):
-            self._handles.append(parameter.register_hook(self._hook(name, "arrived")))
-            self._handles.append(parameter.register_post_accumulate_grad_hook(self._hook(name, "held")))
+            self._handles.append(parameter.register_hook(partial(self._arrived, name)))
+            self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._holds, name)))
         self._start, self.seen.start = self.sampler.values(), self.sampler.gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -57,22 +185,20 @@ class Watch(DeterministicMode):
         for handle in self._handles:
             handle.remove()
         self._close()
-        self.seen.half = self.seen.half or any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
-        exchanged, left = replace(self._update(), before=self._start, after=self.sampler.values()), self.sampler.gradients()
-        if not self.seen.updates and exchanged.changes:  # parameters that were exchanged, not written to
-            self.seen.updates.append(replace(exchanged, gradient=left if left.total > 0 else exchanged.held))
+        self.seen.half = any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
+        now, left = self.sampler.values(), self.sampler.gradients()
+        exchanged = any(not torch.equal(now[name], before) for name, before in self._start.items())
+        if exchanged and not self.seen.updates:  # parameters that were exchanged, not written to
+            used = left if left.total > 0 else Gradient()
+            self._open = Update(self._start, now, used, self._held, len(self.seen.backwards))
+            self._close()
 
     def handle(self, call: OperatorCall) -> Any:
-        if call.name == UNSCALE:
-            self.seen.unscaled *= float(call.args[2])
         if call.writes:
             places = (tensor.untyped_storage()._cdata for tensor in _written(call))
             self._note([self._names[place] for place in places if place in self._names])
         if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
-            width = call.inputs[0].shape[-1]
-            self.seen.half = self.seen.half or any(width == one.logits.shape[-1] for one in self.seen.forwards[-1:])
-        if call.name not in HANDLED and self._mask is None:
-            return call.run()
+            self._halves.add(call.inputs[0].shape[-1])
         drops = call.name == "native_dropout" and call.args[2] is not False
         keep = 1 - call.args[1] if drops else call.named.get("p") if call.name in ("bernoulli_", "bernoulli") else None
         if isinstance(keep, float) and 0 < keep < 1:
@@ -91,50 +217,43 @@ class Watch(DeterministicMode):
     def _note(self, names: Iterable[str]) -> None:
         """Note the parameters' values and gradients before their first write since the last backward pass."""
         for name in names:
-            self._open = self._open or self._update()
+            self._open = self._open or Update(held=self._held, backwards=len(self.seen.backwards))
             if name not in self._open.before:
                 parameter = self.sampler.parameters[name]
                 self._open.before[name] = self.sampler.take(name, parameter)
                 if parameter.grad is not None:
                     self._open.gradient[name] = self.sampler.gradient(name, parameter.grad)
 
-    def _update(self) -> Update:
-        """Return an update after the last backward pass."""
-        backwards = self.seen.backwards
-        return Update(held=backwards[-1].held if backwards else Gradient(), backwards=len(backwards))
-
     def _close(self) -> None:
-        if self._open is not None:
-            now = self.sampler.values()
-            self.seen.updates.append(replace(self._open, before={**now, **self._open.before}, after=now))
+        """Note the update that is open; if ``.grad`` is emptied before it, or never filled, it used what arrived."""
+        if (one := self._open) is not None:
+            now, done = self.sampler.values(), self.seen.updates[-1].backwards if self.seen.updates else 0
+            if not one.gradient and (passes := self.seen.backwards[done : one.backwards]):
+                used = one.held or summed(passes)
+                one = replace(one, gradient=used, held=Gradient())
+            self.seen.updates.append(replace(one, before={**now, **one.before}, after=now))
             self._open = None
 
-    def _backward(self, name: str, kind: str) -> Backward:
-        """Return the backward pass that this hook belongs to.
+    @torch.no_grad()
+    def _arrived(self, name: str, gradient: Tensor) -> None:
+        """Note what arrives at a parameter.
 
-        It is a new one if this parameter's hook has been called in the last, or if parameters were updated since then; but hooks
-        of the author's may update them within a backward pass.
+        A backward pass is a new one if something has arrived there in the last, or if parameters were updated since then; but
+        hooks of the author's may update them within a backward pass.
         """
-        key, task = f"{kind} {name}", torch._C._current_graph_task_id()
-        updated = self._open is not None and task != self._task
-        if not self.seen.backwards or updated or (kind == "arrived" and key in self._fired):
+        task, backwards = torch._C._current_graph_task_id(), self.seen.backwards
+        if not backwards or name in backwards[-1] or (self._open is not None and task != self._task):
             self._close()
-            self.seen.backwards.append(Backward(Gradient(), Gradient()))
-            self._fired = set()
-        self._fired.add(key)
+            self._held = Gradient()
+            backwards.append(Gradient())
         self._task = task
-        return self.seen.backwards[-1]
+        backwards[-1][name] = self.sampler.gradient(name, gradient)
 
-    def _hook(self, name: str, kind: str) -> Any:
-        """Return a hook that notes what has "arrived" at a parameter, or what its ``.grad`` has "held" since."""
-
-        @torch.no_grad()
-        def hook(tensor: Tensor) -> None:
-            gradient = tensor.grad if kind == "held" else tensor
-            if gradient is not None:
-                getattr(self._backward(name, kind), kind)[name] = self.sampler.gradient(name, gradient)
-
-        return hook
+    @torch.no_grad()
+    def _holds(self, name: str, parameter: Tensor) -> None:
+        """Note a parameter's ``.grad`` after a backward pass."""
+        if parameter.grad is not None:
+            self._held[name] = self.sampler.gradient(name, parameter.grad)
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
@@ -162,13 +281,7 @@ class Watch(DeterministicMode):
         self.seen.by_hand |= _by_hand(raw)
         forward = Forward(ids.detach().clone(), logits.detach())
         self.seen.forwards.append(forward)
-
-        @torch.no_grad()
-        def hook(gradient: Tensor) -> None:
-            kept = gradient.detach().clone().view(forward.logits.shape)
-            forward.gradient = kept if forward.gradient is None else forward.gradient + kept
-
-        raw.register_hook(hook)
+        raw.register_hook(forward.add)
 
     def _part(self, part: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Keep what a part of the module returns, if its rows are as wide as the vocabulary, or padded."""
