@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.commands import refusal
-from support.faulty import CONFIG, write
+from support.faulty import CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn
 
@@ -23,11 +23,6 @@ from gpt2.port.terms.causes import CAUSES, Cause
 from gpt2.port.terms.places import EVERY, Place
 from gpt2.port.terms.ranking import ranked
 from gpt2.port.terms.report import Diagnosis, Divergence
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> gpt2.GPT2:
-    return gpt2.load(str(write(tmp_path_factory.mktemp("checkpoint"), CONFIG)))
 
 
 def port(model: gpt2.GPT2) -> nn.Module:

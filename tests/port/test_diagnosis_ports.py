@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import faulty
-from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, write
+from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND
 from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
 
@@ -22,19 +22,8 @@ DEFAULT = (
     *("fused: gelu-erf", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-interleaved"),
     *("italiano: scale-by-width@1 gelu-erf@2", "conv1d: transposed-proj@1"),
     "fused: heads-split-wrongly scale-by-width no-out-bias",  # the first two hide each other
-    "fused: heads-split-wrongly scale-by-width no-out-bias",  # the first two hide each other
 )
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
-
-
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("faulty"), CONFIG)
-
-
-@pytest.fixture(scope="module")
-def model(directory):
-    return gpt2.load(str(directory))
 
 
 def of_each(names, default):

@@ -5,60 +5,44 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from functools import partial
 from types import MethodType
 
 import pytest
 import torch
 import torch.nn.functional as F
-from support.faulty import CONFIG, write
-from support.ports import PORTS
+from port.test_diagnosis import port as right
+from port.test_examination import attend
+from port.test_examination import port as replaced
+from support.faulty import CONFIG
 from torch import Tensor, nn
 
 import gpt2
 from gpt2.port.diagnosis import diagnose
 
 WIDTH, HEADS, SIZE = CONFIG.n_embd, CONFIG.n_head, CONFIG.head_dim
+GELU, SOFTMAX = partial(F.gelu, approximate="tanh"), partial(torch.softmax, dim=-1)
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> gpt2.GPT2:
-    return gpt2.load(str(write(tmp_path_factory.mktemp("checkpoint"), CONFIG)))
-
-
-def gelu(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
-
-
-def softmax(scores: Tensor) -> Tensor:
-    return scores.softmax(-1)
-
-
-class Written(nn.Module):
-    """A block written out, around the layers of another one; ``wrong`` replaces one of its functions, or its ``scale``."""
-
-    def __init__(self, block: nn.Module, **wrong: Callable[[Tensor], Tensor] | Tensor | float) -> None:
-        super().__init__()
-        self.block = block
-        parts = {"act": gelu, "soft": softmax, "norm": block.ln_1.forward, "scale": SIZE**-0.5, **wrong}
-        self.act, self.soft, self.norm, self.scale = (parts[name] for name in ("act", "soft", "norm", "scale"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        b, t, d = x.shape
-        q, k, v = (y.view(b, t, HEADS, -1).transpose(1, 2) for y in self.block.attn.c_attn(self.norm(x)).split(d, 2))
-        scores = (q @ k.mT * self.scale).masked_fill(torch.ones(t, t).triu(1).bool(), -math.inf)
-        x = x + self.block.attn.c_proj((self.soft(scores) @ v).transpose(1, 2).reshape(b, t, d))
-        return x + self.block.mlp.c_proj(self.act(self.block.mlp.c_fc(self.block.ln_2(x))))
+def written(
+    block: nn.Module,
+    x: Tensor,
+    act: Callable[[Tensor], Tensor] = GELU,
+    soft: Callable[[Tensor], Tensor] = SOFTMAX,
+    scale: Tensor | float = SIZE**-0.5,
+) -> Tensor:
+    """A block's forward written out."""
+    future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
+    x = x + attend(block, block.ln_1(x), lambda q, k: soft((q @ k.mT * scale).masked_fill(future, -math.inf)))
+    return x + block.mlp.c_proj(act(block.mlp.c_fc(block.ln_2(x))))
 
 
 def port(model: gpt2.GPT2, final: bool = True, **wrong: Callable[[Tensor], Tensor] | Tensor | float) -> nn.Module:
     """nanoGPT's structure with the checkpoint in it, its blocks written out; ``final``: whether it has the last norm."""
-    module = PORTS["nano"].build(CONFIG)
-    PORTS["nano"].fill(module, model.state_dict())
-    for number, block in enumerate(module.transformer["h"]):
-        module.transformer["h"][number] = Written(block, **wrong)
+    module = replaced(model, partial(written, **wrong))
     if not final:
         module.transformer["ln_f"] = nn.Identity()
-    return module.eval()
+    return module
 
 
 def in_buffer(x: Tensor) -> Tensor:
@@ -101,7 +85,7 @@ def test_a_small_mistake_is_no_rounding(model: gpt2.GPT2) -> None:
 
 
 SHORT: dict[str, Callable[[Tensor], Tensor]] = {
-    "act": lambda x: gelu(x.bfloat16()).to(x.dtype),
+    "act": lambda x: GELU(x.bfloat16()).to(x.dtype),
     "soft": lambda x: x.half().softmax(-1).to(x.dtype),
 }
 PLACES = {"act": "h.0.mlp.act", "soft": "h.0.attn.weights"}
@@ -118,7 +102,7 @@ def test_fewer_digits_than_float32_are_a_cause(part: str, model: gpt2.GPT2) -> N
 def test_autocast_is_a_cause(model: gpt2.GPT2) -> None:
     """In float64 autocast does nothing, so only a run in the module's own dtype shows it."""
     module = port(model)
-    linear = module.transformer["h"][1].block.mlp.c_proj
+    linear = module.transformer["h"][1].mlp.c_proj
 
     def forward(self: nn.Linear, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -135,7 +119,7 @@ def test_each_cause_says_what_it_alone_does(model: gpt2.GPT2) -> None:
     module = port(model, act=F.gelu)
     with torch.no_grad():
         module.lm_head.weight = nn.Parameter(torch.randn(module.lm_head.weight.shape, generator=torch.Generator().manual_seed(2)))
-        module.transformer["h"][1].block.attn.c_proj.bias.zero_()
+        module.transformer["h"][1].attn.c_proj.bias.zero_()
     found = diagnose(module, model)
     ours = copy.deepcopy(model).double().eval()
     with torch.no_grad():
@@ -144,7 +128,7 @@ def test_each_cause_says_what_it_alone_does(model: gpt2.GPT2) -> None:
         for id, wrong in (("gelu-variant", {"act": F.gelu}), ("not-loaded", {})):
             alone = port(model, **wrong).double()
             if id == "not-loaded":
-                alone.transformer["h"][1].block.attn.c_proj.bias.zero_()
+                alone.transformer["h"][1].attn.c_proj.bias.zero_()
             effects[id] = (alone(ids)[0] - right).abs().max()
     assert {cause.id: cause.effect for cause in found.causes} == {
         id: pytest.approx(float(x), rel=1e-6) for id, x in effects.items()
@@ -231,11 +215,11 @@ def test_a_fit_beside_a_known_mistake_is_kept(model: gpt2.GPT2) -> None:
     module = port(model, act=F.gelu)
     for block in module.transformer["h"]:
 
-        def norm(x: Tensor, own: nn.Module = block.block.ln_1) -> Tensor:
+        def norm(x: Tensor, own: nn.Module = block.ln_1) -> Tensor:
             middle = x - x.mean(-1, keepdim=True)
             return middle / middle.abs().pow(3).mean(-1, keepdim=True) ** (1 / 3) * own.weight + own.bias
 
-        block.norm = norm
+        block.ln_1.forward = norm
     found = {cause.id: cause.where for cause in diagnose(module, model).causes}
     assert found == {"layernorm-not-normalising": "h.*.ln_1", "gelu-variant": "h.*.mlp.act"}
 
@@ -250,8 +234,8 @@ def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool,
 
     module = port(model, act=F.gelu)
     for block in module.transformer["h"]:
-        block.norm = lambda x, own=block.block.ln_1: norm(x, own.weight, own.bias)
-        block.block.ln_2.forward = lambda x, own=block.block.ln_2: norm(x, own.weight, own.bias)
+        block.ln_1.forward = lambda x, own=block.ln_1: norm(x, own.weight, own.bias)
+        block.ln_2.forward = lambda x, own=block.ln_2: norm(x, own.weight, own.bias)
     last = module.transformer["ln_f"]
     last.forward = lambda x: norm(x, last.weight, last.bias)
     found = diagnose(module, model)
@@ -265,23 +249,17 @@ def test_mistakes_beside_one_that_no_formula_gives_are_named(model: gpt2.GPT2) -
     """Lost brackets, erf and a feed-forward bent once more: the last one hid the others, and not a stage was recognised."""
     module = port(model, act=F.gelu)
     for block in module.transformer["h"]:
-        own, project = block.block.ln_1, block.block.mlp.c_proj
+        own, project = block.ln_1, block.mlp.c_proj
 
         def norm(x: Tensor, own: nn.Module = own) -> Tensor:
             root = (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
             return (x - x.mean(-1, keepdim=True) / root) * own.weight + own.bias
 
-        block.norm, project.forward = norm, lambda x, own=project: F.linear(x, own.weight, own.bias).sin().cumsum(-1)
+        own.forward, project.forward = norm, lambda x, own=project: F.linear(x, own.weight, own.bias).sin().cumsum(-1)
     found = diagnose(module, model)
     named = {cause.id: cause.where for cause in found.causes}
     assert named == {"layernorm-not-normalising": "h.*.ln_1", "gelu-variant": "h.*.mlp.act"}, found.table()
     assert "h.0 is the first that was not" in " ".join(found.notes)
-
-
-def nano(model: gpt2.GPT2) -> nn.Module:
-    module = PORTS["nano"].build(CONFIG)
-    PORTS["nano"].fill(module, model.state_dict())
-    return module.eval()
 
 
 class OverRows(nn.Module):
@@ -303,7 +281,7 @@ class OverRows(nn.Module):
 def test_consequences_are_folded_into_their_cause(model: gpt2.GPT2) -> None:
     """[Block(config)] * n_layer had three false causes beside the true one; exchanged norms were four; attention over the batch
     was 'a token sees itself alone'."""
-    one, exchanged, rows = nano(model), nano(model), nano(model)
+    one, exchanged, rows = (right(model) for _ in range(3))
     blocks = one.transformer["h"]
     one.transformer["h"] = nn.ModuleList([blocks[-1]] * len(blocks))
     found = diagnose(one, model)

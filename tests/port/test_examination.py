@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from port.test_walk import CONFIG as SMALL
 from port.test_walk import IDS, checkpoint
-from support.faulty import CONFIG, write
+from support.faulty import CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn
 
@@ -35,11 +35,6 @@ DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "filled": lambda x: (x / (1 - P)).masked_fill(torch.rand(x.shape) < P, 0.0),
     "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 1 - P)) * x / (1 - P),
 }
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> gpt2.GPT2:
-    return gpt2.load(str(write(tmp_path_factory.mktemp("checkpoint"), CONFIG)))
 
 
 def port(model: gpt2.GPT2, layer: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:

@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import VERIFIES, ModelName
@@ -32,6 +31,7 @@ from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
 from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.recording.recorder import give_shapes
 from gpt2.port.terms import budget
 
 SEARCH = 0.75  # of the time for the whole diagnosis, after which its search ends and reports
@@ -142,15 +142,12 @@ def write_official(model: GPT2, folder: Path) -> Path:
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:
     """Call the module once, so that a hang meets the short time limit; return the error. It keeps no state of that."""
+    give_shapes(module, model.config, type(module).__name__)
     device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
     length = min(8, model.config.n_positions)
-    modes = [(part, part.training) for part in module.modules()]
-    lazy = any(is_lazy(tensor) for tensor in [*module.parameters(), *module.buffers()])  # it takes shape in its first call
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=[]), contextlib.nullcontext() if lazy else Borrowed(module):
+        with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(module):
             module.eval()(torch.arange(2 * length, device=device).view(2, length) % model.config.vocab_size)
-        for part, training in modes:
-            part.training = training
     except Exception as error:
         return error
     return None

@@ -18,7 +18,7 @@ from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.graph import Model
 from gpt2.port.module.later_calls import in_later_calls
 from gpt2.port.module.runs import Runs
-from gpt2.port.recording.dispatch import DeterministicMode, Dropout, run_deterministically
+from gpt2.port.recording.dispatch import DeterministicMode
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.logits import Reference
 from gpt2.port.terms.causes import SURE, Cause
@@ -41,13 +41,11 @@ class Behaviour:
     """
 
     def __init__(self, module: nn.Module, expected: Reference, runs: Runs) -> None:
-        self.module, self.expected, self.config = module, expected, expected.model.config
-        self.keep_casts, self.rewind = runs.keep_casts, runs.rewind
+        self.module, self.expected, self.runs, self.config = module, expected, runs, expected.model.config
         self.bound = max(runs.bound, MIN_BOUND)
         self.causes: list[Cause] = []
         self.notes: list[str] = []
         self.divergence: Divergence | None = None
-        self.has_right_cache = False
         try:
             self.arguments = list(inspect.signature(module.forward).parameters)
         except (TypeError, ValueError):
@@ -60,8 +58,7 @@ class Behaviour:
         self.size = float(self._logits(ids).square().mean().sqrt())  # of a logit
         self._repeat(ids)
         self._rows(ids)
-        self._cached(ids)
-        self._padded(ids)
+        self._padded(ids, self._cached(ids))
 
     def _add(self, id: str, words: str, evidence: str, error: float, *places: Place, fix: str | None = None) -> None:
         """Add a cause, by the relative ``error`` of the logits that it makes."""
@@ -69,13 +66,10 @@ class Behaviour:
         effect = error * self.size if math.isfinite(error) else None
         self.causes.append(Cause(id, places, words, evidence, SURE, fix, effect=effect))
 
-    def _output(self, ids: Tensor, **arguments: Any) -> Any:
-        return run_deterministically(lambda: self.module(ids, **arguments), self.keep_casts)[0]
-
     def _logits(self, ids: Tensor, **arguments: Any) -> Tensor:
         """Return the logits of a call that no earlier one has changed."""
-        self.rewind()
-        return self._logits_in(self._output(ids, **arguments), ids)
+        self.runs.rewind()
+        return self._logits_in(self.runs.call(ids, **arguments)[0], ids)
 
     def _logits_in(self, output: Any, ids: Tensor) -> Tensor:
         """Return the logits (B, T', V) in what the module returned for ``ids``, without the padding of the vocabulary."""
@@ -93,7 +87,7 @@ class Behaviour:
     # Repeated
 
     def _repeat(self, ids: Tensor) -> None:
-        self.rewind()
+        self.runs.rewind()
         mode = DeterministicMode(keep_casts=True, keep_random=True)
         try:
             first, second = self._twice(ids, mode)
@@ -108,7 +102,7 @@ class Behaviour:
         if mode.dropouts:
             self._dropouts(ids, error, evidence)
             return
-        self.rewind()
+        self.runs.rewind()
         keeps = not mode.draws and torch.equal(first, self._twice(ids, mode)[0])
         why = "your forward depends on a state that is not in your module, or on a generator without a seed"
         why = f"your forward draws random numbers ({', '.join(dict.fromkeys(mode.draws))})" if mode.draws else why
@@ -126,7 +120,7 @@ class Behaviour:
         for before in (ids, ids[:, :3]):
             try:
                 self._logits(before)
-                after.append(self._logits_in(self._output(ids[:, :1]), ids[:, :1]))
+                after.append(self._logits_in(self.runs.call(ids[:, :1])[0], ids[:, :1]))
             except Exception:
                 return
         if error := self._differ(*after):
@@ -136,7 +130,7 @@ class Behaviour:
 
     def _dropouts(self, ids: Tensor, error: float, evidence: str) -> None:
         """Locate the dropouts: compare their inputs with the traced values, while all dropouts are the identity."""
-        _, mode = run_deterministically(lambda: self.module(ids))
+        _, mode = self.runs.call(ids, False)
         traced = trace(self.expected.model, ids.cpu())
         heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
         named = [*traced.items(), *heads]
@@ -145,8 +139,9 @@ class Behaviour:
             pool.add(value, name)
         matches = [pool.find(one.value.to("cpu", torch.float64)) for one in mode.dropouts]
         points = ["" if match is None else named[match.entries[0]][0] for match in matches]
-        pairs = zip(points, mode.dropouts, strict=True)
-        inside = all(".mlp." in point if point else self._is_inside_feed_forward(one) for point, one in pairs)
+        hidden = self.config.inner if self.config.inner != self.config.n_embd else 0
+        sizes = ((*one.value.shape[-1:], one.after) for one in mode.dropouts)  # of what is dropped, and of the sums before it
+        inside = all(".mlp." in at if at else hidden in size for at, size in zip(points, sizes, strict=True))
         places = [Place.of(point) for point in points if point]
         places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in places]
         count = f"{len(mode.dropouts)} dropouts ran in eval mode" if len(mode.dropouts) > 1 else "one dropout ran in eval mode"
@@ -155,11 +150,6 @@ class Behaviour:
         self._add("ffn-dropout" if inside else "dropout-active", words, f"{count}; {evidence}", error, *where)
         first = next((point for point in traced if point in points), None)
         self.divergence = None if first is None else Divergence(first, error)
-
-    def _is_inside_feed_forward(self, dropout: Dropout) -> bool:
-        """Return whether the dropout is applied to the hidden units, or to a product that sums over them."""
-        inner = self.config.inner
-        return inner != self.config.n_embd and inner in (*dropout.value.shape[-1:], dropout.after)
 
     # A row alone
 
@@ -173,24 +163,24 @@ class Behaviour:
                 self._add("batch-dependent", words, "the same ids in a batch of two pass", math.inf)
                 return
             if error := self._differ(both[row : row + 1], alone):
-                both = both[row : row + 1]
                 evidence = f"row {row} alone and row {row} in a batch of {len(ids)} {_apart(error)}"
                 self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence, error)
                 return
 
     # Cached
 
-    def _cached(self, ids: Tensor) -> None:
+    def _cached(self, ids: Tensor) -> bool:
+        """Return whether the module has a cache that is right."""
         if not (self.past or self.switch or self.start):
-            return
+            return False
         errors = self._piecewise(ids, self._logits(ids))
         wrong = [words for words, error in errors.items() if not error <= self.bound]
-        self.has_right_cache = bool(errors) and not wrong
         if wrong:
             only = "; single tokens are right: look at the mask and the positions of several new tokens"
             hint = self._cache_mistakes(ids, wrong) or (only if wrong == ["in one piece"] and len(errors) > 1 else "")
             words = f"with your cache the logits are others than without{hint}"
             self._add("cache-inconsistent", words, _split(errors), max(errors.values()))
+        return bool(errors) and not wrong
 
     def _cache_mistakes(self, ids: Tensor, wrong: list[str]) -> str:
         """Say which known mistakes of later calls give the logits of a text in pieces; "" if none do."""
@@ -231,7 +221,7 @@ class Behaviour:
         new_cache: Callable[[int], Any] | None = getattr(self.module, "new_cache", None)
         given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
         at, logits = 0, []
-        self.rewind()
+        self.runs.rewind()
         for reset in (getattr(self.module, name, None) for name in RESETS):
             if callable(reset):
                 reset()
@@ -241,7 +231,7 @@ class Behaviour:
             arguments |= {start: at} if start else {}
             arguments |= {name: mask[:, 0 if of_all else at : at + piece] for name, mask in masks.items()}
             some = ids[:, at : at + piece]
-            output = self._output(some, **arguments)
+            output = self.runs.call(some, **arguments)[0]
             at += piece
             logits.append(self._logits_in(output, some)[:, -piece:])
             if past and given is None:
@@ -252,7 +242,7 @@ class Behaviour:
 
     # Padded
 
-    def _padded(self, ids: Tensor) -> None:
+    def _padded(self, ids: Tensor, has_right_cache: bool) -> None:
         name = self._argument(*MASKS)
         if name is None:
             return
@@ -280,23 +270,20 @@ class Behaviour:
             if error := self._differ(mine, right):
                 self._add("padding-wrong", words, f"they differ by {error:.1e}", error)
                 return
-        error = self._differ(first, alone)
-        if error and not self._counts_padding(ids[:1, gap:], gap, first, alone):
+        error, right = self._differ(first, alone), self.expected(ids[:1, gap:])
+        is_ours = not self._differ(alone, right)  # else nothing says which positions are right
+        if error and is_ours and self._differ(first, self.expected(ids[:1, gap:], slice(gap, None))):
             words = "a row that is padded on the left gives other logits than the same row alone"
             evidence = f"they differ by {error:.1e}, and are not those of positions counted with the padding either"
             self._add("padding-wrong", words, evidence, error)
             return
-        if error and not self._differ(alone, self.expected(ids[:1, gap:])):
+        if error and is_ours:
             words = f"a row padded on the left gives other logits than alone, by {error:.1e}, unless position_ids are given"
             self.notes.append(f"your positions count the padding: {words}")
-        errors = self._piecewise(ids, padded[:1], **{name: mask}) if self.has_right_cache else {}
+        errors = self._piecewise(ids, padded[:1], **{name: mask}) if has_right_cache else {}
         if not all(error <= self.bound for error in errors.values()):
             words = "with your cache, a row that is padded on the left gives other logits than without"
             self._add("padding-wrong", words, _split(errors), max(errors.values()))
-
-    def _counts_padding(self, ids: Tensor, gap: int, padded: Tensor, alone: Tensor) -> bool:
-        """Return whether positions count the padding; assume so if the port departs from GPT-2 even without padding."""
-        return bool(self._differ(alone, self.expected(ids))) or not self._differ(padded, self.expected(ids, slice(gap, None)))
 
 
 def _apart(error: float) -> str:

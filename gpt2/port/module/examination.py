@@ -30,13 +30,11 @@ from gpt2.port.mapping.filling import fill, overwritten, put
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.module.behaviour import Behaviour
-from gpt2.port.module.imprecise import imprecise
 from gpt2.port.module.runs import Runs, named
 from gpt2.port.module.seen import seen
 from gpt2.port.module.weights import WeightComparison
-from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dataflow import Use
-from gpt2.port.recording.dispatch import run_deterministically, tensors
+from gpt2.port.recording.dispatch import tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
@@ -122,7 +120,7 @@ class Examination:
         self.notes += notes + behaviour.notes
         changing = any(cause.id == "not-deterministic" for cause in behaviour.causes)
         if self.dtype == torch.float32 and self.runs.bound == FLOAT64_BOUND and not changing:
-            padding += imprecise(self.runs, borrowed, ids, first_logits, same)
+            padding += self.runs.imprecise(borrowed, ids, first_logits, same)
         errors = [reference.error(logits, ids) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
         rounding, ends, unread = self.runs.bound, list[Cause](), self.weight_causes
@@ -320,8 +318,7 @@ class Examination:
 
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
-        self.runs.rewind()
-        pool, _ = run_deterministically(lambda: collect(self.module, ids.to(self.runs.device), self.config), self.runs.keep_casts)
+        pool = self.runs.pool(ids, self.runs.keep_casts)
         pool.narrow, pool.budget = self.runs.bound > FLOAT64_BOUND, self.budget
         return pool
 

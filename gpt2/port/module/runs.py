@@ -1,24 +1,32 @@
-"""Run a module on ids that are drawn: its logits, in float64 where it can, and the error that its rounding may make."""
+"""Run a module on ids that are drawn: its logits, in float64 where it can, and the error that its rounding makes, or may make."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
+from gpt2.measure.metrics import FLOAT64_BOUND, max_abs, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
+from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.recording.dispatch import FirstNaN, run_deterministically
+from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.dispatch import DeterministicMode, FirstNaN, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.logits import Reference, require_logits
+from gpt2.port.terms.causes import SURE, Cause
+from gpt2.port.terms.places import Place
 
+FIX = "compute in float32: no .bfloat16(), no .half() and no autocast within the forward pass"
+SLACK = 4.0 * WORST_RATIO  # times what rounding explains: another order of the same operations may round more
 LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
 MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 MOST_OPERATORS = 1_000_000  # for the logits of one probe: some 20 s; the first has as many as it has
@@ -77,21 +85,31 @@ class Runs:
                 rate = min(rate, self.operators / ids.size(1) ** 2)
         return outputs
 
+    def call(self, ids: Tensor, keep_casts: bool | None = None, **arguments: Any) -> tuple[Any, DeterministicMode]:
+        """Return what the module returns for ids (B, T) without dropout, and what it drew and cast."""
+        keep_casts = self.keep_casts if keep_casts is None else keep_casts
+        return run_deterministically(lambda: self.module(ids.to(self.device), **arguments), keep_casts)
+
+    def logits(self, ids: Tensor, keep_casts: bool) -> tuple[Tensor, DeterministicMode]:
+        output, mode = self.call(ids, keep_casts)
+        return logits_of(output, ids, self.config.vocab_size), mode
+
+    def pool(self, ids: Tensor, keep_casts: bool) -> Pool:
+        """Return the tensors that the module computes."""
+        self.rewind()
+        return run_deterministically(lambda: collect(self.module, ids.to(self.device), self.config), keep_casts)[0]
+
     def _run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
         self.rewind()
-
-        def run() -> Tensor:
-            return logits_of(self.module(ids.to(self.device)), ids, self.config.vocab_size)
-
         try:
-            output, mode = run_deterministically(run, self.keep_casts)
+            output, mode = self.logits(ids, self.keep_casts)
         except Exception as error:
             return error
         self.operators = mode.operators
         if mode.casts and not mode.keep_casts and bool(output.isnan().any()):  # it reads the bits of narrower numbers
             self.keep_casts = True
-            output, mode = run_deterministically(run, self.keep_casts)
+            output, mode = self.logits(ids, True)
         if mode.casts and not mode.keep_casts:
             self.notes.append(f"your forward casts to {', '.join(sorted(mode.casts))}; it was measured with float64 there")
         elif mode.casts:
@@ -119,6 +137,38 @@ class Runs:
         self.bound = self.explained(self.probes()[0], dtype)
         why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
         self.notes.append(f"your forward was measured in {named(dtype)}, and may be off by {self.bound:.1e}{why}")
+
+    def imprecise(self, borrowed: Borrowed, ids: Tensor, wide: Tensor, same: Reference) -> list[Cause]:
+        """Return the cause that logits in float32 are farther from those in float64, ``wide``, than rounding explains.
+
+        It may be a cast, autocast, or products of short numbers. ``same``: our model with the module's weights; it says what
+        rounding explains, and where the module departs from that.
+        """
+        self.rewind()
+        with borrowed.in_own_dtype():
+            try:
+                output, mode = self.logits(ids, True)
+            except Exception:  # what it does in the dtype of its weights is no question of digits
+                return []
+            narrow = output.detach().to("cpu", torch.float64)
+            error = worst_relative_error(narrow, wide)
+            explained = explained_errors(same.model, ids, torch.float32, worst_relative_error) if error > LOOSE else {}
+            if not explained or error <= SLACK * explained["logits"]:
+                return []
+            own = self.pool(ids, True)
+        pool, first = self.pool(ids, False), "logits"
+        for point, value in trace(same.model, ids).items():
+            ordered = value.flatten().sort().values
+            arrays = (one.flatten().sort().values for one in own.of_size(value.numel()))
+            nearest = min((worst_relative_error(one, ordered) for one in arrays), default=0.0)
+            if pool.find(value) is not None and nearest > SLACK * explained[point]:
+                first = point
+                break
+        casts = "".join(f", and casts to {dtype}" for dtype in sorted(mode.casts - {"float32"}))
+        words = f"your forward computes in fewer digits than float32 has{casts}"
+        off = f"in float32, your logits are off by {error:.0e} from your own in float64"
+        evidence = f"{off}; rounding explains {explained['logits']:.0e}"
+        return [Cause("reduced-precision", (Place.of(first),), words, evidence, SURE, FIX, effect=max_abs(narrow, wide))]
 
 
 def named(dtype: torch.dtype) -> str:
