@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections import ChainMap
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +27,7 @@ from gpt2.config import GPT2Config
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.per_token import measure_rows
-from gpt2.measure.windows import Window, Windows
+from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.pages.reports import Section, dim
 
@@ -91,72 +90,46 @@ def _table(parts: Sequence[BlamedPart], title: str = "", note: str | None = None
     return Section(title, note, columns, rows)
 
 
-def part_name(name: str) -> str:
-    """Return the part of the first level to which a parameter belongs: ``h.3``, ``wte``, ``wpe`` or ``ln_f``."""
-    number = layer(name)
-    return name.split(".")[0] if number is None else f"h.{number}"
-
-
-def half_name(name: str) -> str:
-    """Return the half of a block to which a parameter belongs: ``h.3.attn`` or ``h.3.mlp``, each with its norm."""
-    number, module = layer(name), name.split(".")[2]
-    return f"h.{number}.{'attn' if module in ('ln_1', 'attn') else 'mlp'}"
-
-
 class _Mixed:
-    """Runs a with some of b's parameters on one batch of ids (B, T), from the first block that differs from both."""
+    """Runs a with some of b's parameters, ``taken``, on one batch of ids (B, T). ``b`` holds the changed ones.
 
-    def __init__(self, config: GPT2Config, a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
-        self.model, self.a, self.b = GPT2(config, initialise=False).eval(), a, b
-        self.head = head_name(a)
-        self.stages = [self._stage(stage, a) for stage in range(config.n_layer + 2)]
-        self.first_changed = self._first_differing(a, b)
-        self.blocks_run = 0
+    Stage 0 is the embeddings, then comes one for each block. ``until`` are the changed parameters up to each stage.
+    """
 
-    def _first_differing(self, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> int:
-        differs = (any(a[name] is not b[name] for name in names) for names in self.stages)
-        return next((stage for stage, changed in enumerate(differs) if changed), len(self.stages))
-
-    def _stage(self, stage: int, names: Collection[str]) -> list[str]:
-        """Return the parameters of a stage: 0 is the embeddings, 1 the first block, the last one the norm and the readout."""
-        depth = self.model.config.n_layer
-        own = {0: ("wte.weight", "wpe.weight"), depth + 1: ("ln_f.weight", "ln_f.bias", self.head)}
-        return list(own[stage]) if stage in own else [name for name in names if layer(name) == stage - 1]
+    def __init__(self, config: GPT2Config, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
+        self.model, self.a, self.b, self.head, self.blocks_run = GPT2(config, initialise=False).eval(), a, b, head_name(a), 0
+        self.stages = [["wte.weight", "wpe.weight"], *([name for name in a if layer(name) == n] for n in range(config.n_layer))]
+        self.until = [frozenset(b) & {*itertools.chain(*self.stages[: n + 1])} for n in range(len(self.stages))]
 
     def start(self, ids: Tensor) -> None:
         """Take the next ids (B, T) and forget the streams of the last ones."""
-        self.ids = ids
-        self.streams: dict[bool, list[Tensor]] = {}  # of a (False) and of b (True): the stream before every block
+        self.ids, self.streams = ids, dict[tuple[int, frozenset[str]], Tensor]()
 
-    def _stream(self, of_b: bool, block: int) -> Tensor:
-        source, kept = (self.b if of_b else self.a), self.streams.setdefault(of_b, [])
-        while len(kept) <= block:
-            if of_b and len(kept) < self.first_changed:
-                kept.append(self._stream(False, len(kept)))
-                continue
-            kept.append(self._block(len(kept) - 1, kept[-1], source) if kept else self._embed(source))
-        return kept[block]
+    def _read(self, name: str, taken: frozenset[str]) -> Tensor:
+        return self.b[name] if name in taken else self.a[name]
 
-    def logits(self, taken: Mapping[str, Tensor]) -> Tensor:
-        """Return logits (B, T, V) with the parameters ``taken``, each that of a or of b."""
-        last = len(self.stages) - 1
-        of_a, of_b = self._first_differing(taken, self.a), self._first_differing(taken, self.b)
-        stage = min(last, max(of_a, of_b))
-        x = self._embed(taken) if stage == 0 else self._stream(of_b > of_a, stage - 1)
-        for block in range(max(0, stage - 1), last - 1):
-            x = self._block(block, x, taken)
-        x = F.layer_norm(x, x.shape[-1:], taken["ln_f.weight"], taken["ln_f.bias"], self.model.config.layer_norm_epsilon)
-        return F.linear(x, taken[self.head])
+    def _stream(self, taken: frozenset[str], stage: int) -> Tensor:
+        """Return the residual stream (B, T, D) behind a stage; where nothing or all of b is taken so far, it is kept."""
+        own = taken & self.until[stage]
+        if (stage, own) in self.streams:
+            return self.streams[stage, own]
+        read = [self._read(name, taken) for name in self.stages[stage]]
+        if stage == 0:
+            x = read[0][self.ids] + read[1][: self.ids.size(1)]
+        else:
+            self.blocks_run += 1
+            names = [name.removeprefix(f"h.{stage - 1}.") for name in self.stages[stage]]
+            before = self._stream(taken, stage - 1)
+            x = functional_call(self.model.h[stage - 1], dict(zip(names, read, strict=True)), (before,))
+        if own in (frozenset(), self.until[stage]):
+            self.streams[stage, own] = x
+        return x
 
-    def _embed(self, source: Mapping[str, Tensor]) -> Tensor:
-        return source["wte.weight"][self.ids] + source["wpe.weight"][: self.ids.size(1)]
-
-    def _block(self, number: int, x: Tensor, source: Mapping[str, Tensor]) -> Tensor:
-        self.blocks_run += 1
-        prefix = f"h.{number}."
-        own = {name.removeprefix(prefix): source[name] for name in self.stages[number + 1]}
-        output: Tensor = functional_call(self.model.h[number], own, (x,))
-        return output
+    def logits(self, taken: frozenset[str]) -> Tensor:
+        """Return logits (B, T, V) of a with b's parameters ``taken``."""
+        x, config = self._stream(taken, len(self.stages) - 1), self.model.config
+        norm = self._read("ln_f.weight", taken), self._read("ln_f.bias", taken)
+        return F.linear(F.layer_norm(x, x.shape[-1:], *norm, config.layer_norm_epsilon), self._read(self.head, taken))
 
 
 @torch.inference_mode()
@@ -168,51 +141,50 @@ def find_blame(
     ``a`` and ``b`` read a parameter by its name, of the shapes of ``config``; all is computed in float32, or in float64
     where a has float64 weights. Unchanged tensors are held once.
     """
-    weights_a: dict[str, Tensor] = {}
-    weights_b: dict[str, Tensor] = {}
+    weights_a, changed = dict[str, Tensor](), dict[str, Tensor]()
     for name in expected(config):
         progress(f"blame: reading {name}")
         tensor = a(name)
         weights_a[name] = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
         other = b(name).to(weights_a[name].dtype)
-        weights_b[name] = weights_a[name] if torch.equal(weights_a[name], other) else other
-    changed = [name for name in weights_b if weights_b[name] is not weights_a[name]]
-    parts, halves = _grouped(changed, part_name), _grouped([name for name in changed if layer(name) is not None], half_name)
+        if not torch.equal(weights_a[name], other):
+            changed[name] = other
+    parts, halves = _grouped(changed, _part), _grouped([name for name in changed if layer(name) is not None], _half)
     in_order = list(itertools.accumulate(parts.values(), lambda before, own: before | own))
-    wanted = list(dict.fromkeys([whole := frozenset(changed), *parts.values(), *in_order, *halves.values()]))
-    mixed, ids = _Mixed(config, weights_a, weights_b), ids[:TOKENS]
+    variants = dict.fromkeys([whole := frozenset(changed), *parts.values(), *in_order, *halves.values()])
+    effects = {taken: list[tuple[Tensor, Tensor]]() for taken in variants}  # KL and gain of each token, float64
+    mixed, ids = _Mixed(config, weights_a, changed), ids[:TOKENS]
     batches, bootstrap = list(windows.batches(ids)), Bootstrap(len(ids) - 1, seed)
-    effects = _effects(mixed, wanted, ids, batches, vocab, progress)
-    means = {own: (bootstrap.mean(kl), bootstrap.mean(gained)) for own, (kl, gained) in zip(wanted, effects, strict=True)}
+    for number, (inputs, group) in enumerate(batches, 1):
+        mixed.start(inputs)
+        reference = mixed.logits(frozenset())
+        for place, (taken, measured) in enumerate(effects.items(), 1):
+            progress(f"blame: variant {place} of {len(effects)}, windows {number} of {len(batches)}")
+            logits = mixed.logits(taken)
+            for row, window in enumerate(group):
+                rows_a, rows_b = (each[row, window.first - window.start :, :vocab] for each in (reference, logits))
+                logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, ids[window.first + 1 : window.end + 1], 1)
+                measured.append((kl, gain(logp_a, logp_b)))
+    means = {taken: [bootstrap.mean(torch.cat(each)) for each in zip(*rows, strict=True)] for taken, rows in effects.items()}
     of_parts = zip(parts.items(), in_order, strict=True)
     levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
     half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())
     return Blame(len(ids) - 1, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
 
 
-def _effects(
-    mixed: _Mixed,
-    wanted: Sequence[frozenset[str]],
-    ids: Tensor,
-    batches: Sequence[tuple[Tensor, list[Window]]],
-    vocab: int,
-    progress: Progress,
-) -> list[tuple[Tensor, Tensor]]:
-    """Return KL and gain of each token (N,), float64, with each set of b's parameters in place of a's."""
-    models = [ChainMap({name: mixed.b[name] for name in names}, mixed.a) for names in wanted]
-    effects: list[list[tuple[Tensor, Tensor]]] = [[] for _ in models]
-    for number, (inputs, group) in enumerate(batches):
-        mixed.start(inputs)
-        reference = mixed.logits(mixed.a)
-        for place, taken in enumerate(models):
-            progress(f"blame: variant {place + 1} of {len(models)}, windows {number + 1} of {len(batches)}")
-            logits = mixed.logits(taken)
-            for row, window in enumerate(group):
-                rows_a, rows_b = (each[row, window.first - window.start :, :vocab] for each in (reference, logits))
-                logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, ids[window.first + 1 : window.end + 1], 1)
-                effects[place].append((kl, gain(logp_a, logp_b)))
-    return [(torch.cat([kl for kl, _ in rows]), torch.cat([gained for _, gained in rows])) for rows in effects]
+def _part(name: str) -> str:
+    """Return the part of the first level to which a parameter belongs: ``h.3``, ``wte``, ``wpe`` or ``ln_f``."""
+    number = layer(name)
+    return name.split(".")[0] if number is None else f"h.{number}"
 
 
-def _grouped(names: Sequence[str], group: Callable[[str], str]) -> dict[str, frozenset[str]]:
-    return {part: frozenset(name for name in names if group(name) == part) for part in dict.fromkeys(map(group, names))}
+def _half(name: str) -> str:
+    """Return the half of a block to which a parameter belongs: ``h.3.attn`` or ``h.3.mlp``, each with its norm."""
+    return f"h.{layer(name)}.{'attn' if name.split('.')[2] in ('ln_1', 'attn') else 'mlp'}"
+
+
+def _grouped(names: Iterable[str], group: Callable[[str], str]) -> dict[str, frozenset[str]]:
+    groups = dict[str, frozenset[str]]()
+    for name in names:
+        groups[group(name)] = groups.get(group(name), frozenset()) | {name}
+    return groups
