@@ -203,7 +203,8 @@ def test_compare_reads_the_weights_as_they_run() -> None:
     """The report must not call the weights unchanged, nor show other weights than those that are multiplied."""
     side = CheckpointSide.open("shakespeare-mini:int8")
     read, plain = side.weights(side.config.vocab_size), gpt2.load()
-    with side.model() as model:
+    with side:
+        model = side.program
         assert isinstance(model, Int8GPT2)
         conv = model.h[1].attn.c_attn
         torch.testing.assert_close(read("h.1.attn.c_attn.weight"), (conv.weight.float() * conv.scale[:, None]).t())

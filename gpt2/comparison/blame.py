@@ -165,7 +165,10 @@ def find_blame(
                 rows_a, rows_b = (each[row, window.first - window.start :, :vocab] for each in (reference, logits))
                 logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, ids[window.first + 1 : window.end + 1], 1)
                 measured.append((kl, gain(logp_a, logp_b)))
-    means = {taken: [bootstrap.mean(torch.cat(each)) for each in zip(*rows, strict=True)] for taken, rows in effects.items()}
+    means = dict[frozenset[str], tuple[Estimate, Estimate]]()
+    for taken, rows in effects.items():
+        kls, gains = (torch.cat(each) for each in zip(*rows, strict=True))
+        means[taken] = bootstrap.mean(kls), bootstrap.mean(gains)
     of_parts = zip(parts.items(), in_order, strict=True)
     levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
     half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())

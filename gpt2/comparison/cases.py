@@ -18,7 +18,6 @@ import torch
 
 from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.settings import CaseTable
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.data import Tokenizer
 from gpt2.data.documents import HELD_OUT
 from gpt2.data.tables import READERS, records
@@ -151,7 +150,7 @@ def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    heads = (each.side.classifier for each in models if isinstance(each.side, CheckpointSide))
+    heads = [each.side.classifier for each in models]
     names = next((head.classes for head in heads if head), tuple({case[1][0].strip(): 0 for case in cases}))
     for each in models:
         if not each.answers or each.tokenizer is None:
@@ -205,15 +204,14 @@ def _classify(
 ) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
     side, losses, right, answers = model.side, list[float](), list[bool](), list[str]()
-    head = side.classifier if isinstance(side, CheckpointSide) else None
-    names = names if head is None else head.classes
+    names = side.classifier.classes if side.classifier else names
     for number, (text, (label, *_)) in enumerate(cases, 1):
         index, ids = _index(label.strip(), names), tokenizer.encode_prompt(text)[: model.context]
         if index is None or not ids:
             why = f"the label {label!r} is no class of {side.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")
-        if head is not None and isinstance(side, CheckpointSide):
-            scores = head.scores(side.hidden(torch.tensor([ids]))[0, -1])
+        if side.classifier:
+            scores = side.class_scores(torch.tensor([ids]))
         else:
             after = (_encoded([(text, (name,))], tokenizer, model.context) for name in names)
             scores = torch.tensor([-score_targets(model.logits, list(each))[0][0] for each in after])

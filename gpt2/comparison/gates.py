@@ -6,17 +6,17 @@ import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import reduce
+from typing import Any, NamedTuple
 
-from gpt2.comparison.cases import Cases
-from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.many_results import Comparisons, Pair
 from gpt2.comparison.results import Comparison
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Estimate
 
-OPERATORS: dict[str, Callable[[float, float], bool]] = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+PASSES = {">": operator.le, ">=": operator.lt, "<": operator.ge, "<=": operator.gt}  # what NaN does not
 Figure = float | Estimate | None
 
 
@@ -24,8 +24,13 @@ class Metric(NamedTuple):
     """What a metric is in words, and where it is read (None: not measured); ``least``: a good model has at least so much."""
 
     words: str
-    read: Callable[[Comparison | Pair], Figure]
+    read: Callable[[Any], Figure]
     least: bool = False
+
+
+def _at(path: str) -> Callable[[Any], Figure]:
+    """Return what reads a field of a field of a comparison; None where one of them is."""
+    return lambda found: reduce(lambda part, name: None if part is None else getattr(part, name), path.split("."), found)
 
 
 def _beyond_rounding(found: Comparison | Pair) -> Figure:
@@ -43,32 +48,25 @@ def _error(found: Comparison | Pair, *points: str) -> Figure:
     return None if not errors else math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
-def _both(read: Callable[[Distributions], Figure]) -> Callable[[Comparison | Pair], Figure]:
-    return lambda found: None if found.distributions is None else read(found.distributions)
-
-
-def _cases(read: Callable[[Cases], Figure]) -> Callable[[Comparison | Pair], Figure]:
-    return lambda found: None if found.cases is None else read(found.cases)
-
-
-ROUNDED = "number of tensors of b that are not a's, rounded to one type, and of other settings"
 METRICS = {
-    "kl": Metric("mean KL(a‖b) in nats", _both(lambda both: both.kl_ab.mean)),
-    "kl_max": Metric("largest KL(a‖b) of a token, in nats", _both(lambda both: both.kl_ab.max)),
-    "js": Metric("mean Jensen-Shannon divergence in nats", _both(lambda both: both.js.mean)),
-    "same_top": Metric("fraction of tokens with the same first choice", _both(lambda both: both.same_top), least=True),
-    "perplexity_ratio": Metric("perplexity of b over that of a", _both(lambda both: both.ratio)),
-    "weights": Metric("norm of the weights' change over their norm", lambda found: found.moved),
-    "beyond_rounding": Metric(ROUNDED, _beyond_rounding),
+    "kl": Metric("mean KL(a‖b) in nats", _at("distributions.kl_ab.mean")),
+    "kl_max": Metric("largest KL(a‖b) of a token, in nats", _at("distributions.kl_ab.max")),
+    "js": Metric("mean Jensen-Shannon divergence in nats", _at("distributions.js.mean")),
+    "same_top": Metric("fraction of tokens with the same first choice", _at("distributions.same_top"), least=True),
+    "perplexity_ratio": Metric("perplexity of b over that of a", _at("distributions.ratio")),
+    "weights": Metric("norm of the weights' change over their norm", _at("moved")),
+    "beyond_rounding": Metric(
+        "number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond_rounding
+    ),
     "activation": Metric("largest relative error of a traced point", _error),
-    "exact_match": Metric("fraction of the --cases that b has right", _cases(lambda cases: cases.right_b), least=True),
+    "exact_match": Metric("fraction of the --cases that b has right", _at("cases.right_b"), least=True),
     "contains": Metric(
-        "fraction of the --cases in which b's answer holds the expected text", _cases(lambda cases: cases.contains_b), least=True
+        "fraction of the --cases in which b's answer holds the expected text", _at("cases.contains_b"), least=True
     ),
-    "lost_cases": Metric("number of the --cases that a has right and b wrong", _cases(lambda cases: float(len(cases.lost)))),
-    "answer_ratio": Metric(
-        "probability of an expected text under b over that under a", _cases(lambda cases: cases.likelier), least=True
+    "lost_cases": Metric(
+        "number of the --cases that a has right and b wrong", lambda found: found.cases and len(found.cases.lost)
     ),
+    "answer_ratio": Metric("probability of an expected text under b over that under a", _at("cases.likelier"), least=True),
     "logit": Metric("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),
 }
 
@@ -90,10 +88,9 @@ class Gate:
         metric, op, number = parts.groups()
         if metric not in METRICS:
             raise InputError(f"--fail-if {text!r}: there is no metric {metric!r}; use one of {', '.join(METRICS)}")
-        try:
+        threshold = math.nan
+        with suppress(ValueError):
             threshold = float(number)
-        except ValueError:
-            threshold = math.nan
         if not math.isfinite(threshold):
             raise InputError(f"--fail-if {text!r}: {number!r} is no finite number; write one such as 1e-3 or 0.98")
         return cls(metric, op, threshold)
@@ -111,8 +108,7 @@ class Gate:
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
         judged = interval.high if self.op in (">", ">=") else interval.low
-        undefined = math.isnan(interval.value) or math.isnan(judged)
-        return Judgement(self, interval, judged, undefined or OPERATORS[self.op](judged, self.threshold))
+        return Judgement(self, interval, judged, not PASSES[self.op](judged, self.threshold))
 
 
 @dataclass(frozen=True)

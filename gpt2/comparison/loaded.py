@@ -13,7 +13,6 @@ from torch import Tensor
 from gpt2.comparison.distributions import Language, language
 from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import Shown, Side, first_tokenizer, require_head, vocabulary
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -79,9 +78,7 @@ class Loaded:
             beyond = logits[..., self.vocab :].float().logsumexp(-1)
             self.unnamed += float((beyond - logits.float().logsumexp(-1)).exp().sum())
             logits = logits[..., : self.vocab]
-        if not isinstance(self.side, CheckpointSide) and (bad := int((~logits.isfinite()).sum())):  # theirs name the weights
-            which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
-            raise InputError(f"{self.side.name}: {which}; {self.side.advice}")
+        self.side.require_finite(logits)
         return logits
 
     def floor(self, ids: Tensor, *dtypes: torch.dtype | None) -> Floor | None:

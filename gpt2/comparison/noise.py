@@ -14,12 +14,11 @@ from torch import Tensor
 
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.settings import Settings
-from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_passage, open_side
-from gpt2.comparison.sides.side import ComparedModel, vocabulary
+from gpt2.comparison.sides.side import Model, environment_of, vocabulary
 from gpt2.errors import InputError
-from gpt2.measure.environment import Environment, dtype_label, environment
+from gpt2.measure.environment import Environment, dtype_label
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
@@ -113,28 +112,25 @@ def measure_noise(name: str, settings: Settings) -> Noise:
     Raises InputError: no such model or text, a side that is neither, or too few tokens.
     """
     started, side = time.perf_counter(), open_side(name, settings)
-    ours = side if isinstance(side, CheckpointSide) and not side.by_transformers else None
-    tokenizer, tokens = side.tokenizer, ROW * TOGETHER if settings.tokens is None else settings.tokens
-    passage = open_passage([side], replace(settings, tokens=tokens))
-    vocab, positions = vocabulary(side, tokenizer) or None, side.n_positions or ROW
-    padding = min(PADDING, positions // 2) if ours else 0
+    passage = open_passage([side], replace(settings, tokens=ROW * TOGETHER if settings.tokens is None else settings.tokens))
+    vocab, positions = vocabulary(side, side.tokenizer) or None, side.n_positions or ROW
+    padding, ways = 0 if isinstance(side, EngineSide) else min(PADDING, positions // 2), dict[str, Logits]()
     length = min(ROW, passage.windows.context, positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
+    batch, floor = f"{min(TOGETHER, len(rows))} rows in one batch", None
     settings.progress("loading the model")
     with side:
-        batch, ways = f"{min(TOGETHER, len(rows))} rows in one batch", dict[str, Logits]()
-        floor: Floor | None = None
         if isinstance(side, EngineSide):
             run = ways[batch if side.batched else "rows, which it runs one after another"] = side.run
-        elif ours and ours.gpt2 is not None:
-            run = ways[batch] = ours.gpt2
-            if ours.dtype != torch.int8:
-                floor = measure_floor(ours.gpt2, passage.ids[:TOKENS], vocab, ours.dtype)
+        elif side.checkpoint and (model := side.gpt2) is not None:
+            run = ways[batch] = model
+            if side.dtype != torch.int8:
+                floor = measure_floor(model, passage.ids[:TOKENS], vocab, side.checkpoint.dtype)
             mask = (torch.arange(padding + length) >= padding).long()[None]
-            padded, other = partial(run, attention_mask=mask), torch.float32 if ours.dtype == torch.bfloat16 else torch.bfloat16
+            padded, other = partial(model, attention_mask=mask), torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
             filled = f"{padding} tokens of padding on the left"
             ways[filled] = lambda some: _alone(padded, F.pad(some, (padding, 0)))[:, padding:]
-            ways[f"in {dtype_label(other)}"] = partial(_alone, ours.checkpoint.load(other))
+            ways[f"in {dtype_label(other)}"] = partial(_alone, side.checkpoint.load(other))
         else:
             raise InputError(f"{name}: --noise runs our implementation, or an engine such as onnx/FILE; leave out hf/")
         found = []
@@ -146,9 +142,9 @@ def measure_noise(name: str, settings: Settings) -> Noise:
                 _, _, kl, _, _, top, other_top, *_ = measure_rows(plain, moved, some.flatten(), 1)
                 kls, flipped, logit = [*kls, kl], flipped + int((top != other_top).sum()), max(logit, max_abs(moved, plain))
             found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
-    env = environment([side.dtype] if side.dtype else [])
     text = replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
-    return Noise(side.describe().hashed(), text, floor, tuple(found), env, settings.seed, time.perf_counter() - started)
+    about = side.describe().hashed(), text, floor, tuple(found), environment_of([side]), settings.seed
+    return Noise(*about, time.perf_counter() - started)
 
 
 def _alone(run: Logits, rows: Tensor) -> Tensor:

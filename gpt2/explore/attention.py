@@ -36,8 +36,8 @@ def compare_attention(a: str, b: str | None, text: str, *, device: str = "cpu", 
         raise InputError(f"{a} and {b} read the text as other tokens; look at one at a time")
     maps = []
     for side in sides:
-        with side.model() as model:
-            maps.append(attention_maps(model, torch.tensor([ids])))
+        with side:
+            maps.append(attention_maps(side.program, torch.tensor([ids])))
     report = summarise_attention(a, b, tuple(tokenizers[0].shown(index) for index in ids), *maps)
     env = environment_of(sides)
     return replace(report, models=tuple(side.describe() for side in sides), environment=env)

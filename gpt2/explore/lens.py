@@ -72,7 +72,7 @@ def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterato
     tokenizers = text_tokenizers(sides)
     env = environment_of(sides)
     with ExitStack() as stack:
-        models = tuple(stack.enter_context(side.model()) for side in sides)
+        models = tuple(stack.enter_context(side).program for side in sides)
         yield Explorer(sides, models, tuple(side.describe() for side in sides), tokenizers, env)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead, StoredCheckpoint, open_checkpoint
+from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
-from gpt2.comparison.sides.side import ComparedModel, Read, Shown, Side
+from gpt2.comparison.sides.side import Read, Shown, Side
 from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
@@ -85,21 +85,16 @@ class CheckpointSide(Side):
 
         return (lambda name: rounded_parameter(name, read(name, torch.float32))) if dtype == torch.int8 else read
 
-    @contextmanager
-    def model(self, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
-        """Load the model in eval mode, on the side's device, for the time of the ``with`` block; ``dtype`` replaces its own."""
+    def load(self, stack: ExitStack) -> nn.Module:
+        """Return the model in eval mode, on the side's device."""
+        model: nn.Module
         if self.by_transformers:
-            with reference.directory(self.checkpoint) as folder:
-                yield self._intact(reference.load_reference(folder, dtype or self.dtype, self.config))
+            folder = stack.enter_context(reference.directory(self.checkpoint))
+            model = reference.load_reference(folder, self.dtype, self.config)
         else:
-            yield self._intact(self.checkpoint.load(dtype))
-
-    def _intact(self, model: nn.Module) -> nn.Module:
+            model = self.checkpoint.load()
         require_intact(model, self.name)
         return placed(model, self.device)
-
-    def load(self, stack: ExitStack) -> nn.Module:
-        return stack.enter_context(self.model())
 
     @property
     def gpt2(self) -> GPT2 | None:
@@ -109,23 +104,18 @@ class CheckpointSide(Side):
     def tokenizer(self) -> Tokenizer | None:
         return self.checkpoint.own_tokenizer()
 
-    @property
-    def classifier(self) -> ClassifierHead | None:
-        """The head beside the model that tells the class of a text, if it has one."""
-        return self.checkpoint.classifier if isinstance(self.checkpoint, StoredCheckpoint) else None
-
     def logits(self, ids: Tensor) -> Tensor:
         output = self.program(ids)
-        logits: Tensor = output if isinstance(output, Tensor) else output.logits
-        require_finite(logits, self.name, self.program)  # it names the weights
-        return logits
+        return output if isinstance(output, Tensor) else output.logits
 
-    def hidden(self, ids: Tensor) -> Tensor:
-        """Return what the head reads (B, T, D)."""
+    def require_finite(self, logits: Tensor) -> None:
+        require_finite(logits, self.name, self.program)  # it names the weights
+
+    def class_scores(self, ids: Tensor) -> Tensor:
         trunk: Any = self.gpt2 or self.program.transformer
         ids = ids.to(trunk.wte.weight.device)
         hidden: Tensor = trunk.hidden(ids) if self.gpt2 else trunk(ids).last_hidden_state
-        return hidden.cpu()
+        return self.classifier.scores(hidden[0, -1].cpu())
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.program, ids)
@@ -137,15 +127,13 @@ class CheckpointSide(Side):
     stored = property(lambda self: dtype_label(self.dtype))
     revision = property(lambda self: self.checkpoint.revision)
     files = property(lambda self: self.checkpoint.files())  # of the weights and the config
-
-    def describe(self) -> ComparedModel:
-        return replace(super().describe(), checkpoint=self.checkpoint.name if self.files else None)
+    heads = property(lambda self: getattr(self.checkpoint, "extra", {}))  # a module's weights have none
+    classifier = property(lambda self: getattr(self.checkpoint, "classifier", None))
 
 
 def heads_left_out(*sides: Side) -> dict[str, str]:
     """Return what is said of heads beside the language model's, which a comparison leaves out; {} where no model has one."""
-    stored = [(side.name, side.checkpoint if isinstance(side, CheckpointSide) else None) for side in sides]
-    heads = [(name, each.extra if isinstance(each, StoredCheckpoint) else {}) for name, each in stored]
+    heads = [(side.name, side.heads) for side in sides]
     (_, first), *_ = heads
     equal = all(first.keys() == each.keys() and all(torch.equal(first[key], each[key]) for key in first) for _, each in heads)
     which = "; ".join(f"{name} has {', '.join(held)}" for name, held in heads if held)

@@ -44,10 +44,8 @@ DEFAULTS = Settings()
 def open_sides(*models: str | GPT2, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
     """Open the sides of one comparison; a port gets the first checkpoint's folder."""
     sides = [open_side(model, settings) for model in models]
-    checkpoint = next((side.checkpoint for side in sides if isinstance(side, CheckpointSide)), None)
     for side in sides:
-        if isinstance(side, PortSide):
-            side.checkpoint = checkpoint
+        side.beside = next((each.checkpoint for each in sides if each.checkpoint), None)
     return tuple(sides)
 
 
@@ -86,10 +84,6 @@ class HeldCheckpoint(ModuleCheckpoint):
         return found
 
 
-class HeldSide(CheckpointSide):
-    in_memory = True
-
-
 def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
     """Return the side of a copy of a model as it is now, adapters merged. Raises InputError: it is in int8."""
     loaded_from, table = getattr(model, "name", ""), model.wte.weight
@@ -98,7 +92,9 @@ def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
         raise InputError(f"{name}: is in int8; give its name, as in {loaded_from or 'MODEL'}:int8")
     weights = {key: each.cpu() for key, each in merged(model).state_dict().items()}
     checkpoint = HeldCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, (), loaded_from, offline)
-    return HeldSide(name, False, checkpoint, table.device)
+    side = CheckpointSide(name, False, checkpoint, table.device)
+    side.in_memory = True
+    return side
 
 
 def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:

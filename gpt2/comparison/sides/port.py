@@ -28,11 +28,10 @@ from gpt2.port.mapping.checkpoint import ModuleCheckpoint, checkpoint_of
 
 @dataclass(eq=False)
 class PortSide(Side):
-    """A user's module; ``build`` may take the folder of its partner's ``checkpoint``. Names tell which activations it shows."""
+    """A user's module; ``build`` may take the folder of the checkpoint ``beside`` it. Names tell which activations it shows."""
 
     name: str
     target: Target
-    checkpoint: Checkpoint | None = None
     shows = frozenset({Shown.LOGITS, Shown.ACTIVATIONS})
 
     files = property(lambda self: {self.target.path.name: self.target.path})
@@ -59,12 +58,12 @@ class PortSide(Side):
         return module
 
     def _folder(self, temporary: Path) -> str:
-        if self.checkpoint is None:
+        if self.beside is None:
             call = f"{self.name}: {self.target.name}() takes a checkpoint's folder"
             raise InputError(f"{call}; compare it with a MODEL, or write a function of nothing that loads your own weights")
-        path = getattr(self.checkpoint, "path", temporary)
+        path = getattr(self.beside, "path", temporary)
         if not (path / "config.json").is_file():
-            path = save(self.checkpoint.load(), self.checkpoint.own_tokenizer(), temporary / "checkpoint")
+            path = save(self.beside.load(), self.beside.own_tokenizer(), temporary / "checkpoint")
         return str(path)
 
     def held(self) -> ModuleCheckpoint:
@@ -104,7 +103,7 @@ class PortSide(Side):
         return {**found, "logits": self.logits(ids)} if found else {}
 
     def left_out(self, ids: Tensor) -> dict[str, str]:
-        name, checkpoint = self.name, self.checkpoint
+        name, checkpoint = self.name, self.beside
         if checkpoint is None:
             return {"activations": f"{name}: the points of a port are known only beside a MODEL"}
         layers = checkpoint.config.n_layer
@@ -114,7 +113,7 @@ class PortSide(Side):
         return {f"activations at {', '.join(missing)}": f"no module of {name} has that name"} if missing else {}
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
-        yield from grouped(self._traced(ids, self.checkpoint)) if self.checkpoint else ()
+        yield from grouped(self._traced(ids, self.beside)) if self.beside else ()
 
 
 def _ending(key: str, names: Container[str]) -> str | None:

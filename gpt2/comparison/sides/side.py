@@ -14,6 +14,7 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
+from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.comparison.passage import Passage
@@ -75,8 +76,9 @@ class ComparedModel:
 class Side(ABC):
     """One of the models of a comparison, by name; nothing heavy is loaded before the ``with`` block, in which it is run.
 
-    ``shows`` says what it has: ``weights``, ``blocks`` and ``logits`` are asked only of a side that shows them. ``config`` is
-    None where the side does not tell its own; then ``n_positions`` and ``vocab_size`` say what is known (None: anything).
+    It says what it has: ``weights``, ``blocks`` and ``logits`` are asked only of a side that ``shows`` them, and its checkpoint,
+    tokenizer, classifier and config are None where it has none, or does not tell it. Without a config ``n_positions`` and
+    ``vocab_size`` say what is known (None: anything).
     """
 
     name: str  # as requested: "hf/gpt2:bf16"
@@ -88,6 +90,10 @@ class Side(ABC):
     stored: str = ""  # the type of its weights in words, where that is known
     in_memory: bool = False  # whether it is a model that was given, and no name
     recording: Passage | None = None  # of a side that can be asked about no other text
+    checkpoint: Checkpoint | None = None  # its own weights
+    beside: Checkpoint | None = None  # its partner's, from which a port may be built
+    classifier: ClassifierHead | None = None  # the head beside the model that tells the class of a text
+    heads: Mapping[str, Tensor] = {}  # tensors of heads beside the language model's, by their keys
     advice: str = "convert the model again"  # where it fails
     program: Any = None  # what runs it, while it is loaded
 
@@ -152,6 +158,16 @@ class Side(ABC):
     def logits(self, ids: Tensor) -> Tensor:
         """Return logits (B, T, V), or log-probabilities, after each of ``ids`` (B, T)."""
 
+    def class_scores(self, ids: Tensor) -> Tensor:
+        """Return the score of each class of ``classifier`` for a text of (1, T) ``ids``."""
+        raise NotImplementedError
+
+    def require_finite(self, logits: Tensor) -> None:
+        """Raise InputError: one is NaN or infinite."""
+        if bad := int((~logits.isfinite()).sum()):
+            which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
+            raise InputError(f"{self.name}: {which}; {self.advice}")
+
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         """Yield the activations on (1, T) ``ids`` one block at a time, as :func:`gpt2.measure.tracing.trace_blocks` does."""
         raise NotImplementedError
@@ -173,8 +189,9 @@ class Side(ABC):
     def describe(self) -> ComparedModel:
         """Return everything needed to run this side again; no file is read yet."""
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
+        stored = self.checkpoint.name if self.checkpoint and self.files else None
         about = self.name, self.implementation, self.stored, self.revision, parameters, config
-        return ComparedModel(*about, partial(_hashes, self.files), in_memory=self.in_memory)
+        return Model(*about, partial(_hashes, self.files), stored, self.in_memory)
 
 
 def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
