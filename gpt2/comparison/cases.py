@@ -16,8 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.settings import CaseTable
+from gpt2.comparison.sides.side import Side
+from gpt2.comparison.words import continued
 from gpt2.data import Tokenizer
 from gpt2.data.documents import HELD_OUT
 from gpt2.data.tables import READERS, records
@@ -146,16 +147,16 @@ def _texts(value: object) -> list[str]:
 
 
 @torch.inference_mode()
-def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed: int, progress: Progress) -> Cases:
+def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    heads = [each.side.classifier for each in models]
+    heads = [each.classifier for each in models]
     names = next((head.classes for head in heads if head), tuple({case[1][0].strip(): 0 for case in cases}))
     for each in models:
-        if not each.answers or each.tokenizer is None:
-            raise InputError(f"{each.side.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
-        how = each, each.tokenizer, cases, bootstrap, progress
+        if not each.answers or each.text_tokenizer is None:
+            raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
+        how = each, each.text_tokenizer, cases, bootstrap, progress
         said.append(_classify(*how, names) if labelled else _ask(*how))
     (a, answers_a, contains_a), (b, answers_b, contains_b) = said
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
@@ -165,7 +166,7 @@ def compare_cases(table: str | CaseTable, models: tuple[Loaded, Loaded], *, seed
     return Cases(path, rows, *right, gain.accuracy, likelier.ratio, contains_a, contains_b)
 
 
-def _ask(model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:
+def _ask(model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:
     """Let a model answer each question, a batch of prompts of one length at a time."""
     pairs, answers = list(_encoded(cases, tokenizer, model.context)), [""] * len(cases)
     what = "cases", "expected texts"
@@ -173,7 +174,7 @@ def _ask(model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap
     right, holds = torch.zeros(2, len(pairs), dtype=torch.bool)
     for batch in batches([len(ids) - count for ids, count in pairs]):
         prompts, room = [pairs[i][0][: -pairs[i][1]] for i in batch], ROOM + 2 * max(pairs[i][1] for i in batch)
-        for i, ids in zip(batch, model.continued(torch.tensor(prompts), tokenizer, room), strict=True):
+        for i, ids in zip(batch, continued(model, torch.tensor(prompts), tokenizer, room), strict=True):
             ends = (at for at, token in enumerate(ids) if token in (*tokenizer.ends, tokenizer.eos))
             said, expected = tokenizer.decode(ids[: (end := next(ends, None))]).strip(), [each.strip() for each in cases[i][1]]
             answers[i], holds[i] = f"{said} ..." if end is None else said, any(each in said for each in expected)
@@ -200,18 +201,18 @@ def _encoded(cases: Iterable[tuple[str, tuple[str, ...]]], tokenizer: Tokenizer,
 
 
 def _classify(
-    model: Loaded, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: tuple[str, ...]
+    model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: tuple[str, ...]
 ) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
-    side, losses, right, answers = model.side, list[float](), list[bool](), list[str]()
-    names = side.classifier.classes if side.classifier else names
+    losses, right, answers = list[float](), list[bool](), list[str]()
+    names = model.classifier.classes if model.classifier else names
     for number, (text, (label, *_)) in enumerate(cases, 1):
         index, ids = _index(label.strip(), names), tokenizer.encode_prompt(text)[: model.context]
         if index is None or not ids:
-            why = f"the label {label!r} is no class of {side.name}: {', '.join(names)}" if ids else "its text has no token"
+            why = f"the label {label!r} is no class of {model.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")
-        if side.classifier:
-            scores = side.class_scores(torch.tensor([ids]))
+        if model.classifier:
+            scores = model.class_scores(torch.tensor([ids]))
         else:
             after = (_encoded([(text, (name,))], tokenizer, model.context) for name in names)
             scores = torch.tensor([-score_targets(model.logits, list(each))[0][0] for each in after])

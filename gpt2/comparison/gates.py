@@ -106,7 +106,7 @@ class Gate:
                 of, instead = f" of {found.model.name}", "; compare two models for it"
             why = "; ".join(dict.fromkeys(found.compatibility.impossible.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
-        interval = measured if isinstance(measured, Estimate) else Estimate(measured, measured, measured)
+        interval = measured if isinstance(measured, Estimate) else Estimate(*[float(measured)] * 3)
         judged = interval.high if self.op in (">", ">=") else interval.low
         return Judgement(self, interval, judged, not PASSES[self.op](judged, self.threshold))
 

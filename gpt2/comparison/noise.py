@@ -16,7 +16,7 @@ from gpt2.comparison.passage import Scored
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.engine import EngineSide
 from gpt2.comparison.sides.opening import open_passage, open_side
-from gpt2.comparison.sides.side import Model, environment_of, vocabulary
+from gpt2.comparison.sides.side import Model, Side, environment_of
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label
 from gpt2.measure.estimates import Bootstrap, Estimate
@@ -49,8 +49,14 @@ class Floor:
 
 
 @torch.no_grad()
-def measure_floor(model: GPT2, ids: Tensor, vocab: int | None, *dtypes: torch.dtype) -> Floor:
-    """Return what :mod:`gpt2.measure.rounding` explains of runs of ``model`` on ids (T,) in ``dtypes``, one or one for each."""
+def measure_floor(side: Side, ids: Tensor, *others: torch.dtype | None) -> Floor | None:
+    """Return what :mod:`gpt2.measure.rounding` explains of two runs on ids (T,), in a side's dtype and in one of the others.
+
+    None of what is no model of ours in a float dtype.
+    """
+    model, dtypes = side.gpt2, [dtype for dtype in (side.dtype, *others) if dtype is not None and dtype != torch.int8]
+    if type(model) is not GPT2:
+        return None
     ids, runs = ids[None, : model.config.n_positions].cpu(), []
     for seed, dtype in enumerate((dtypes[0], dtypes[-1])):
 
@@ -58,7 +64,7 @@ def measure_floor(model: GPT2, ids: Tensor, vocab: int | None, *dtypes: torch.dt
             return stored.to("cpu", dtype).double()
 
         with Streamed(model, convert, convert, lambda _: None), rounding_noise(dtype, seed):  # a block's weights at a time
-            runs.append(model.head(model.hidden(ids))[0, :, :vocab])
+            runs.append(model.head(model.hidden(ids))[0, :, : side.vocab or None])
     kl = measure_rows(runs[0][:-1], runs[1][:-1], ids[0, 1:], 1)[2]
     name = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(dtypes)))}"
     return Floor(((name, Bootstrap(len(kl)).mean(kl), max_abs(runs[1], runs[0])),), ids.size(1))
@@ -113,7 +119,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
     """
     started, side = time.perf_counter(), open_side(name, settings)
     passage = open_passage([side], replace(settings, tokens=ROW * TOGETHER if settings.tokens is None else settings.tokens))
-    vocab, positions = vocabulary(side, side.tokenizer) or None, side.n_positions or ROW
+    vocab, positions = side.vocab or None, side.n_positions or ROW
     padding, ways = 0 if isinstance(side, EngineSide) else min(PADDING, positions // 2), dict[str, Logits]()
     length = min(ROW, passage.windows.context, positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
@@ -124,8 +130,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
             run = ways[batch if side.batched else "rows, which it runs one after another"] = side.run
         elif side.checkpoint and (model := side.gpt2) is not None:
             run = ways[batch] = model
-            if side.dtype != torch.int8:
-                floor = measure_floor(model, passage.ids[:TOKENS], vocab, side.checkpoint.dtype)
+            floor = measure_floor(side, passage.ids[:TOKENS])
             mask = (torch.arange(padding + length) >= padding).long()[None]
             padded, other = partial(model, attention_mask=mask), torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
             filled = f"{padding} tokens of padding on the left"

@@ -11,29 +11,31 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison.activations import compare_activations
 from gpt2.comparison.blame import Blame, find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
-from gpt2.comparison.distributions import perplexity_ratio, summarise
-from gpt2.comparison.loaded import Loaded, alone
+from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
 from gpt2.comparison.many_results import Comparisons, Pair, Ranked
+from gpt2.comparison.noise import measure_floor
 from gpt2.comparison.passage import Passage
 from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_sides
-from gpt2.comparison.sides.side import Read, Shown, Side, environment_of, require_head, vocabulary
+from gpt2.comparison.sides.side import Read, Shown, Side, environment_of, vocabulary
 from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
 from gpt2.comparison.words import compare_words
 from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Bootstrap
-from gpt2.measure.last_words import LastWords, last_words_change
-from gpt2.measure.metrics import Logits, Progress
+from gpt2.measure.last_words import LastWord, LastWords, last_words_change, score_last_words
+from gpt2.measure.metrics import Logits, Progress, token_losses
 from gpt2.measure.per_token import measure_pair
 from gpt2.model import GPT2
 
@@ -58,16 +60,16 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
     sides = open_sides(*(each.model for each in models), settings=settings)
     for side in sides:
-        require_head(side.vocab_size or 0, side, sides)  # of a recording
+        side.require_head(side.vocab_size)  # of a recording
     passage, env = open_passage(sides, settings), environment_of(sides)
-    first, *others = (Loaded(side, sides) for side in sides)
-    fits = [fit(first.side, each.side, passage.ids, parts) for each in others]
+    first, *others = sides
+    fits = [fit(first, each, passage.ids, parts) for each in others]
     if settings.blame:
         require_same_function(fits[0])
     with ExitStack() as stack:
-        settings.progress(f"{first.side.name}: loading")
-        stack.enter_context(first.side)
-        last_words = first.last_words(passage, seed, settings.progress)
+        settings.progress(f"{first.name}: loading")
+        stack.enter_context(first)
+        last_words = _last_words(first, passage, seed, settings.progress)
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
@@ -77,13 +79,13 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
             what = f"was not run over the text beside {sides[1].name}, so it is not saved"
             raise InputError(f"{sides[0].name}: {what}; save it alone")
         if several or compared:
-            own, logp = compared[0] if compared else alone(logits, passage, first.tokenizer, seed)
+            own, logp = compared[0] if compared else alone(logits, passage, first.text_tokenizer, seed)
         else:
-            own = first.in_its_tokens(passage, first.tokenizer, seed)
-    a = first.side.describe()
+            own = in_its_tokens(first, passage, seed)
+    a = first.describe()
     if several:
-        heads = Compatibility((), fits[0].vocabularies, heads_left_out(first.side))
-        whole = Pair(a, first.side.size, first.speed, own, heads, last_words, (logp, logp))
+        heads = Compatibility((), fits[0].vocabularies, heads_left_out(first))
+        whole = Pair(a, first.size, first.speed, own, heads, last_words, (logp, logp))
         each = zip((whole, *pairs), (first, *others), models, strict=True)
         candidates = tuple(
             replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
@@ -111,12 +113,12 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
 
 
 @torch.inference_mode()
-def _kept(loaded: Loaded, passage: Passage) -> Logits | None:
-    """Return a model's logits of the passage's batches, to be asked for in order; None where memory could not hold them."""
+def _kept(side: Side, passage: Passage) -> Logits | None:
+    """Return a side's logits of the passage's batches, to be asked for in order; None where memory could not hold them."""
     inputs = [inputs for inputs, _ in passage.windows.batches(passage.ids)]  # windows may overlap
-    if 4 * loaded.vocab * sum(map(torch.numel, inputs)) > HELD:
+    if 4 * side.vocab * sum(map(torch.numel, inputs)) > HELD:
         return None
-    kept = itertools.cycle([loaded.logits(each).cpu() for each in inputs])
+    kept = itertools.cycle([side.logits(each).cpu() for each in inputs])
     return lambda _: next(kept)
 
 
@@ -137,41 +139,70 @@ def _ranking(candidates: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:
 
 
 def measure(
-    a: Loaded, b: Loaded, fit: Compatibility, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Shown]
+    a: Side, b: Side, fit: Compatibility, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Shown]
 ) -> Pair:
     """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
-    seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a.side, b.side)
+    seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a, b)
     weights = activations = distributions = words = logp = floor = moved = None
     stored = all(Shown.WEIGHTS in side.shows for side in sides) and "weights" not in fit.impossible
     if stored and Shown.WEIGHTS in parts:  # before b takes memory
         weights = _weights(*sides, progress)
-    progress(f"{b.side.name}: loading")
-    with b.side:
+    progress(f"{b.name}: loading")
+    with b:
         if Shown.ACTIVATIONS in parts and "activations" not in fit.impossible:
             start = ids[None, : min(passage.windows.context, TRACED)]
-            fit = fit.without(a.side.left_out(start) | b.side.left_out(start))
+            fit = fit.without(a.left_out(start) | b.left_out(start))
             if "activations" not in fit.impossible:
-                blocks = a.side.blocks, b.side.blocks
+                blocks = a.blocks, b.blocks
                 activations = compare_activations(*blocks, start, threshold=settings.threshold, progress=progress)
         if "distributions" not in fit.impossible:
             measured = measure_pair(logits_a, b.logits, ids, passage.windows, progress=progress)
-            distributions = summarise(measured, passage.token_bytes(a.tokenizer), seed=seed)
+            distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), seed=seed)
             language, logp = distributions.b, (measured.logp_a, measured.logp_b)
-            if Shown.LOGITS in parts and a.tokenizer is not None and b.tokenizer is not None:
-                words = compare_words(a, b, (a.tokenizer, b.tokenizer), measured, passage, progress=progress)
+            if Shown.LOGITS in parts and a.text_tokenizer is not None and b.text_tokenizer is not None:
+                words = compare_words(a, b, (a.text_tokenizer, b.text_tokenizer), measured, passage, progress=progress)
             del measured
         else:
-            language = b.in_its_tokens(passage, a.tokenizer, seed)
+            language = in_its_tokens(b, passage, seed)
         cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
-        last_words = b.last_words(passage, seed, progress)
+        last_words = _last_words(b, passage, seed, progress)
         if Shown.LOGITS in parts and distributions is not None:
             progress("the floor of noise")
-            floor = a.floor(ids[:TRACED], b.side.dtype) or b.floor(ids[:TRACED], a.side.dtype)
+            floor = measure_floor(a, ids[:TRACED], b.dtype) or measure_floor(b, ids[:TRACED], a.dtype)
     if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
         config, *read = _shared(*sides, mapped=True)
         moved = distance(expected(config), *read, progress=progress)
-    about = b.side.describe(), b.side.size, b.speed, language, fit, last_words, logp, distributions, moved
+    about = b.describe(), b.size, b.speed, language, fit, last_words, logp, distributions, moved
     return Pair(*about, weights, activations, words, cases, floor, _more_rows(*sides))
+
+
+def in_its_tokens(side: Side, passage: Passage, seed: int) -> Language:
+    """Score a text whose ids are those of the first side in a side's own tokens. Raises InputError: it is known as ids only."""
+    own, first = side.text_tokenizer, side.sides[0].text_tokenizer
+    if passage.text is None or own is None or first is None:
+        raise InputError(f"{side.name}: has another tokenizer, and the text is known as ids only; leave it out")
+    return alone(side.logits, passage.in_tokens_of(own, first, side.n_positions), own, seed)[0]
+
+
+@torch.inference_mode()
+def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, seed: int) -> tuple[Language, Tensor]:
+    """Return a model's score on a text in tokens of its own, and the log-probability of each scored token (N,)."""
+    losses, targets = [], []
+    for inputs, group in passage.windows.batches(passage.ids):
+        for row, window in zip(logits(inputs), group, strict=True):
+            targets.append(passage.ids[window.first + 1 : window.end + 1])
+            scored = row[None, window.first - window.start :].cpu()
+            losses.append(token_losses(scored, targets[-1][None])[0].double())
+    logp, lengths = -torch.cat(losses), passage.token_bytes(tokenizer)[torch.cat(targets)]
+    return language(logp, lengths, passage.windows, Bootstrap(len(logp), seed)), logp
+
+
+def _last_words(side: Side, passage: Passage, seed: int, progress: Progress) -> LastWord | None:
+    """Score the last word of each passage of the text, if it has any and the side can be asked."""
+    if side.text_tokenizer is None or not side.answers or passage.text is None or not passage.text.passages:
+        return None
+    passages, options = passage.text.passages, {"context": side.context, "seed": seed}
+    return score_last_words(side.logits, side.text_tokenizer, passages, **options, progress=progress)
 
 
 def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:

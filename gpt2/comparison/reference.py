@@ -20,11 +20,10 @@ from torch import Tensor
 
 from gpt2 import __version__
 from gpt2.checkpoint.saving import safetensors_header, write_pieces
-from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.opening import open_passage, open_side
-from gpt2.comparison.sides.side import environment_of
+from gpt2.comparison.sides.side import Side, environment_of
 from gpt2.comparison.sides.trace_side import FORMAT, SUFFIX
 from gpt2.data.files import written_aside
 from gpt2.errors import InputError, user_path
@@ -46,7 +45,7 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
     """
     path, side = require_name(path), open_side(name, settings)
     passage = open_passage([side], settings)
-    with side, saving(path, Loaded(side, [side]), passage) as logits, torch.inference_mode():
+    with side, saving(path, side, passage) as logits, torch.inference_mode():
         for inputs, group in passage.windows.batches(passage.ids):
             logits(inputs)
             settings.progress(f"{name}: {group[-1].end:,} of {len(passage.ids) - 1:,} tokens")
@@ -54,12 +53,12 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
 
 
 @contextmanager
-def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
+def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
     """Return the side's ``logits``, which must be asked for the passage's windows in order, and which keeps them in a file.
 
     Raises InputError: the side is such a file, the size of its vocabulary is not known, or the file cannot be written.
     """
-    side, tokenizer, vocab = loaded.side, loaded.tokenizer, loaded.vocab
+    tokenizer, vocab = side.text_tokenizer, side.vocab
     if side.recording is not None:
         raise InputError(f"{side.name}: is a file of what was shown already; leave --save out")
     if not vocab:
@@ -72,7 +71,7 @@ def saving(path: Path, loaded: Loaded, passage: Passage) -> Iterator[Logits]:
     shape, rest = (sum(span.end - span.first for span in spans), vocab), iter(spans)
 
     def keeping(ids: Tensor) -> Tensor:
-        output = loaded.logits(ids)
+        output = side.logits(ids)
         for row in output:
             span = next(rest)
             parts = [row[span.first - span.start :]]

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from gpt2.comparison.loaded import Loaded
 from gpt2.comparison.passage import Passage
+from gpt2.comparison.sides.side import Side
 from gpt2.data import Tokenizer
+from gpt2.generation import Ending, StopText, rows_with_tokens, stream
 from gpt2.measure.metrics import Progress
 from gpt2.measure.per_token import Tokens
+from gpt2.sampling import Sampling
 
 SHOWN = 1500  # tokens of the text that a report shows individually
 PASSAGE = 16  # tokens
@@ -90,7 +94,7 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(
-    a: Loaded, b: Loaded, tokenizers: tuple[Tokenizer, Tokenizer], measured: Tokens, text: Passage, *, progress: Progress
+    a: Side, b: Side, tokenizers: tuple[Tokenizer, Tokenizer], measured: Tokens, text: Passage, *, progress: Progress
 ) -> Words:
     """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
 
@@ -121,13 +125,38 @@ def compare_words(
 
 
 def continuations(
-    a: Loaded, b: Loaded, tokenizers: tuple[Tokenizer, Tokenizer], prompts: list[list[int]], new_tokens: int
+    a: Side, b: Side, tokenizers: tuple[Tokenizer, Tokenizer], prompts: list[list[int]], new_tokens: int
 ) -> tuple[Continuation, ...]:
     """Continue prompts of one length with both models, greedily."""
     ids, both, rows = torch.tensor(prompts), zip((a, b), tokenizers, strict=True), []
-    new = zip(*(each.continued(ids, own, new_tokens) for each, own in both), strict=True)
+    new = zip(*(continued(each, ids, own, new_tokens) for each, own in both), strict=True)
     for prompt, texts in zip(prompts, new, strict=True):
         parts_at = next((index for index, (x, y) in enumerate(itertools.zip_longest(*texts)) if x != y), None)
         said_a, said_b = (own.decode(ids) for own, ids in zip(tokenizers, texts, strict=True))
         rows.append(Continuation(tokenizers[0].decode(prompt), said_a, said_b, parts_at))
     return tuple(rows)
+
+
+@torch.inference_mode()
+def continued(side: Side, prompts: Tensor, tokenizer: Tokenizer, new_tokens: int) -> list[list[int]]:
+    """Return what a side writes greedily after each prompt (B, T), as ``generate`` does: up to and with its end."""
+    texts, ends = [list[int]() for _ in prompts], [Ending(StopText(tokenizer)) for _ in prompts]
+    for chosen in _next_ids(side, prompts, tokenizer, new_tokens):
+        for text, end, token in zip(texts, ends, chosen.tolist(), strict=True):
+            text += [] if end.ended else [token]
+            end.reached(token)
+        if all(end.ended for end in ends):
+            break
+    return texts
+
+
+def _next_ids(side: Side, ids: Tensor, tokenizer: Tokenizer, new_tokens: int) -> Iterator[Tensor]:
+    if (model := side.gpt2) is not None:
+        rows, ids = rows_with_tokens(tokenizer, model.config), ids.to(model.wte.weight.device)
+        yield from stream(model, ids, new_tokens, Sampling(0.0), rows=rows)
+        return
+    held = torch.tensor([tokenizer.holds(i) for i in range(side.vocab)])
+    for _ in range(new_tokens):
+        logits = side.logits(ids[:, -side.context :])[:, -1].cpu().float()
+        yield (chosen := logits.masked_fill(~held, -math.inf).argmax(-1))
+        ids = torch.cat((ids, chosen[:, None]), dim=1)

@@ -83,8 +83,8 @@ def test_the_first_model_runs_once_or_again_where_its_logits_are_too_many(
     found: Comparisons, names: list[str], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gigabytes of logits went to a temporary file, whatever the text's length; a text that does not fit must give the same."""
-    runs, logits = [], CheckpointSide.logits
-    monkeypatch.setattr(CheckpointSide, "logits", lambda self, ids: (runs.append(self.name), logits(self, ids))[1])
+    runs, forward = [], CheckpointSide.forward
+    monkeypatch.setattr(CheckpointSide, "forward", lambda self, ids: (runs.append(self.name), forward(self, ids))[1])
     gpt2.compare(*names, on=text, tokens=200)
     once = runs.count(names[0])
     monkeypatch.setattr(pairs, "HELD", 0)

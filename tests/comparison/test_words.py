@@ -1,14 +1,13 @@
 """Passages and continuations, on models with known answers."""
 
 import itertools
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
 from gpt2.comparison.compatibility import compare_vocabularies
-from gpt2.comparison.loaded import Loaded
+from gpt2.comparison.sides.side import Side
 from gpt2.comparison.words import continuations, passages
 from gpt2.data.bpe import train_bpe
 from gpt2.data.chars import chars_of
@@ -40,13 +39,15 @@ def test_passages_are_the_worst_that_do_not_overlap_from_five_places() -> None:
     assert [start for start, _ in passages(torch.ones(3), 5, 16)] == [0]
 
 
-class Counting:
+class Counting(Side):
     """Predict the next letter or, from position ``turn`` on, always the first letter."""
+
+    name, tokenizer, load = "counting", chars_of("abcde"), None
 
     def __init__(self, turn: int) -> None:
         self.turn = turn
 
-    def __call__(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         logits = torch.zeros(*ids.shape, 5)
         target = torch.where(torch.tensor(ids.size(1) >= self.turn), torch.zeros_like(ids), (ids + 1) % 5)
         return logits.scatter(-1, target[..., None], 50.0)
@@ -54,19 +55,13 @@ class Counting:
 
 def test_continuations_part_where_they_part() -> None:
     """The position counts from the first new token; None if both texts are equal."""
-    tokenizer = chars_of("abcde")
-    prompts = [[0, 1], [3, 4]]
-
-    def side(turn: int) -> Loaded:
-        known = {"config": None, "n_positions": None, "name": "counting", "n_vocab": 5, "gpt2": None, "tokenizer": tokenizer}
-        return Loaded(SimpleNamespace(**known, logits=Counting(turn)), [])  # type: ignore[arg-type]
-
-    found = continuations(side(99), side(4), (tokenizer, tokenizer), prompts, 4)
+    tokenizers, prompts = (Counting.tokenizer,) * 2, [[0, 1], [3, 4]]
+    found = continuations(Counting(99), Counting(4), tokenizers, prompts, 4)
     assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [
         ("ab", "cdea", "cdaa", 2),
         ("de", "abcd", "abaa", 2),
     ]
-    same = continuations(side(99), side(99), (tokenizer, tokenizer), prompts, 4)
+    same = continuations(Counting(99), Counting(99), tokenizers, prompts, 4)
     assert all(row.parts_at is None and row.a == row.b for row in same)
 
 

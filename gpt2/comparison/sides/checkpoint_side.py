@@ -104,7 +104,7 @@ class CheckpointSide(Side):
     def tokenizer(self) -> Tokenizer | None:
         return self.checkpoint.own_tokenizer()
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         output = self.program(ids)
         return output if isinstance(output, Tensor) else output.logits
 

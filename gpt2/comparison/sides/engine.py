@@ -84,7 +84,7 @@ class EngineSide(Side):
     def run(self, ids: Tensor) -> Tensor:
         """Return what the program says of the rows of ``ids`` (B, T), run together."""
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         return torch.cat([self.run(row[None]) for row in ids])
 
     @cached_property

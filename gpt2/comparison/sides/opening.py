@@ -42,10 +42,10 @@ DEFAULTS = Settings()
 
 
 def open_sides(*models: str | GPT2, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
-    """Open the sides of one comparison; a port gets the first checkpoint's folder."""
+    """Open the sides of one comparison, which know each other."""
     sides = [open_side(model, settings) for model in models]
     for side in sides:
-        side.beside = next((each.checkpoint for each in sides if each.checkpoint), None)
+        side.sides = sides
     return tuple(sides)
 
 
@@ -101,7 +101,7 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
     """Return what is compared. Raises InputError: no such text, or one that is too short; recordings of other texts."""
     if recorded := [side for side in sides if side.recording is not None]:
         return _recorded(recorded, sides, settings)
-    tokenizer, tokens = first_tokenizer(side.tokenizer for side in sides), settings.tokens
+    tokenizer, tokens = first_tokenizer(sides), settings.tokens
     text = open_text(settings.on, offline=settings.offline) if tokenizer or settings.on else None
     known = [side.n_positions for side in sides if side.n_positions is not None]
     if not any(side.config for side in sides):  # no GPT-2: others have 100,000 positions

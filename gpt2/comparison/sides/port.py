@@ -37,6 +37,10 @@ class PortSide(Side):
     files = property(lambda self: {self.target.path.name: self.target.path})
     implementation = property(lambda self: f"{self.target.path.name}, torch {version('torch')}")
 
+    @property
+    def beside(self) -> Checkpoint | None:
+        return next((side.checkpoint for side in self.sides if side.checkpoint), None)
+
     def load(self, stack: ExitStack) -> nn.Module:
         stack.callback(setattr, sys, "argv", sys.argv)  # changed for the user's file, which may import its neighbours late
         stack.callback(sys.path.__setitem__, slice(None), list(sys.path))
@@ -85,7 +89,7 @@ class PortSide(Side):
             raise InputError(f"{path}: does not fit {self.name}: {problems}; give the module that it was saved from")
         self.program.load_state_dict(stored, strict=False)
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         with torch.no_grad():
             logits = self._asked(ids, lambda ids: logits_of(self.program(ids), ids)).cpu()
         if logits.shape[:2] != ids.shape:
@@ -100,7 +104,7 @@ class PortSide(Side):
     def _traced(self, ids: Tensor, checkpoint: Checkpoint) -> Recorded:
         """Return the activations on (1, T) ``ids``, and the logits."""
         found = self._asked(ids, lambda ids: trace_by_name(self.program, ids, checkpoint.config))
-        return {**found, "logits": self.logits(ids)} if found else {}
+        return {**found, "logits": self.forward(ids)} if found else {}
 
     def left_out(self, ids: Tensor) -> dict[str, str]:
         name, checkpoint = self.name, self.beside

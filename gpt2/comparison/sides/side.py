@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -17,7 +19,7 @@ from torch import Tensor
 from gpt2.checkpoint.checkpoint import Checkpoint, ClassifierHead
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
-from gpt2.comparison.passage import Passage
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError, out_of_memory
@@ -91,11 +93,14 @@ class Side(ABC):
     in_memory: bool = False  # whether it is a model that was given, and no name
     recording: Passage | None = None  # of a side that can be asked about no other text
     checkpoint: Checkpoint | None = None  # its own weights
-    beside: Checkpoint | None = None  # its partner's, from which a port may be built
     classifier: ClassifierHead | None = None  # the head beside the model that tells the class of a text
     heads: Mapping[str, Tensor] = {}  # tensors of heads beside the language model's, by their keys
     advice: str = "convert the model again"  # where it fails
     program: Any = None  # what runs it, while it is loaded
+    sides: Sequence[Side] = ()  # those of its comparison
+    seconds: float = 0.0  # in forward passes
+    inputs: int = 0  # tokens that it was run on
+    unnamed: float = 0.0  # the sum of what it gave to rows without a token
 
     @property
     def n_positions(self) -> int | None:
@@ -145,6 +150,37 @@ class Side(ABC):
         """The side's own tokenizer, or None: then it reads its partner's ids."""
         return None
 
+    @property
+    def text_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer that reads its text: its partner's, where it has none."""
+        return first_tokenizer((self, *self.sides))
+
+    @cached_property
+    def vocab(self) -> int:
+        """The number of its own tokens, without padding; 0 where no side tells it."""
+        return vocabulary(self, self.text_tokenizer) or vocabulary(*self.sides)
+
+    @property
+    def context(self) -> int:
+        return self.n_positions or DEFAULT_CONTEXT
+
+    @property
+    def answers(self) -> bool:
+        """Whether it gives logits for any ids, which a recording does not."""
+        return Shown.LOGITS in self.shows and self.recording is None
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second; NaN before it was asked."""
+        return self.inputs / self.seconds if self.seconds else math.nan
+
+    @property
+    def rows_left_out(self) -> dict[str, str]:
+        """Say of rows without a token what they take of the probability, where that is 0.1 % or more; {} else."""
+        share = self.unnamed / max(1, self.inputs)
+        why = f"they take {share:.1%} of its probability in programs that count them; generate leaves them out too"
+        return {f"rows of {self.name} without a token": why} if share >= 0.001 else {}
+
     def weights(self, rows: int, *, mapped: bool = False) -> Read:
         """Return a reader of its parameters, of the tables some ``rows``, before it is loaded; copies, unless ``mapped``."""
         raise NotImplementedError
@@ -155,8 +191,40 @@ class Side(ABC):
         return None
 
     @abstractmethod
+    def forward(self, ids: Tensor) -> Tensor:
+        """Return what the program says after each of ``ids`` (B, T): logits (B, T, V), or log-probabilities."""
+
     def logits(self, ids: Tensor) -> Tensor:
-        """Return logits (B, T, V), or log-probabilities, after each of ``ids`` (B, T)."""
+        """Return the logits (B, T, V) of its own tokens, without rows that have none, and count their time.
+
+        Raises InputError: an id that it does not know; they are hidden states, too few, or not finite.
+        """
+        if self.vocab and (largest := int(ids.max())) >= self.vocab:
+            raise InputError(f"the text holds the id {largest}, and {self.name} knows {self.vocab:,} tokens; leave it out")
+        began = time.perf_counter()
+        logits = self.forward(ids)
+        self.seconds += time.perf_counter() - began
+        self.inputs += ids.numel()
+        self.require_head(logits.size(-1))
+        if logits.size(-1) < self.vocab:
+            sizes = f"knows {logits.size(-1):,} tokens and the text's tokenizer {self.vocab:,}"
+            several = len(self.sides) > 1
+            advice = "use models of one tokenizer, or compare it alone" if several else "use the model's own tokenizer"
+            raise InputError(f"{self.name}: {sizes}; {advice}")
+        if self.vocab and logits.size(-1) > self.vocab:
+            beyond = logits[..., self.vocab :].float().logsumexp(-1)
+            self.unnamed += float((beyond - logits.float().logsumexp(-1)).exp().sum())
+            logits = logits[..., : self.vocab]
+        self.require_finite(logits)
+        return logits
+
+    def require_head(self, width: int | None) -> None:
+        """Raise InputError if the columns that it gives as logits are as many as the models are wide: hidden states."""
+        for config in (each.config for each in self.sides if each.config is not None):
+            if width == config.n_embd < config.vocab_size and (self.config is None or self.config.vocab_size != width):
+                what = f"{width:,} columns, as wide as the model: hidden states, and no logits over {config.vocab_size:,} tokens"
+                how = "export it with the head (logits = x @ wte.T; of ONNX: --task text-generation)"
+                raise InputError(f"{self.name}: gives {what}; {how}")
 
     def class_scores(self, ids: Tensor) -> Tensor:
         """Return the score of each class of ``classifier`` for a text of (1, T) ``ids``."""
@@ -198,24 +266,15 @@ def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
     return {name: sha256(path) for name, path in files.items() if path.exists()}
 
 
-def require_head(width: int, side: Side, sides: Iterable[Side]) -> None:
-    """Raise InputError if the columns that ``side`` gives as logits are as many as the models are wide: hidden states."""
-    for config in (each.config for each in sides if each.config is not None):
-        if width == config.n_embd < config.vocab_size and (side.config is None or side.config.vocab_size != width):
-            what = f"{width:,} columns, as wide as the model: hidden states, and no logits over {config.vocab_size:,} tokens"
-            how = "export it with the head (logits = x @ wte.T; of ONNX: --task text-generation)"
-            raise InputError(f"{side.name}: gives {what}; {how}")
-
-
 def vocabulary(*known: Side | Tokenizer | None) -> int:
     """Return the number of tokens that all have, without padding; 0 where none of them tells it."""
     sizes = [each.vocab_size if isinstance(each, Side) else each.n_vocab for each in known if each is not None]
     return min((size for size in sizes if size is not None), default=0)
 
 
-def first_tokenizer(tokenizers: Iterable[Tokenizer | None]) -> Tokenizer | None:
+def first_tokenizer(sides: Iterable[Side]) -> Tokenizer | None:
     """Return the tokenizer that reads the text for sides without one."""
-    return next((tokenizer for tokenizer in tokenizers if tokenizer is not None), None)
+    return next((side.tokenizer for side in sides if side.tokenizer is not None), None)
 
 
 def environment_of(sides: Iterable[Side]) -> Environment:
@@ -227,8 +286,6 @@ def environment_of(sides: Iterable[Side]) -> Environment:
 
 def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
     """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
-    own = [side.tokenizer for side in sides]
-    shared = first_tokenizer(own)
-    if shared is None:
+    if (shared := first_tokenizer(sides)) is None:
         raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
-    return tuple(tokenizer or shared for tokenizer in own)
+    return tuple(side.tokenizer or shared for side in sides)

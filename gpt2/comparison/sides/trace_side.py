@@ -106,7 +106,7 @@ class TraceSide(Side):
         lengths = [window.end - window.first for window in windows]
         return itertools.cycle(zip(windows, self.rows.split(lengths), strict=True))
 
-    def logits(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor) -> Tensor:
         """Return logits (B, T, V), 0 after inputs that are not scored; after the last window the first one is next.
 
         Raises InputError: it is asked for another text.
