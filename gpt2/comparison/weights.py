@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -20,8 +21,12 @@ from gpt2.comparison.sides.side import Read
 from gpt2.int8 import rounded_parameter
 from gpt2.measure.metrics import Progress, cosine, norms, silent
 
-INT8 = "int8"
-HALVES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
+ROUNDINGS: dict[str, Callable[[str, Tensor], Tensor]] = {  # type -> a parameter by its name, rounded to the type, in float32
+    **{type: partial(as_stored, type=type) for type in TYPES},
+    "int8": rounded_parameter,
+    "float16": lambda _, tensor: tensor.half().float(),
+    "bfloat16": lambda _, tensor: tensor.bfloat16().float(),
+}
 CHUNK = 1 << 18  # entries compared at a time: their float64 copies stay in the cache
 
 
@@ -147,17 +152,7 @@ def distance(names: Iterable[str], a: Read, b: Read, *, progress: Progress = sil
 
 def _ratio(change: float, norm: float) -> float:
     """Return the root of a quotient of sums of squares: 0 for no change, infinite for a change of zeros."""
-    if change == 0:
-        return 0.0
-    return math.sqrt(change / norm) if norm else math.inf
-
-
-def _sums(a: Tensor, b: Tensor) -> tuple[Tensor, float]:
-    """Return what adds up (6,): entries, squares of a, of b, of the change, products, equal entries; and the largest change."""
-    a, b = a.double(), b.double()
-    change = b - a
-    sums = [float(each.sum()) for each in (a.square(), b.square(), change.square(), a * b, a == b)]
-    return torch.tensor([a.numel(), *sums], dtype=torch.float64), float(change.abs().nan_to_num(nan=math.inf).max())
+    return math.sqrt(change / norm) if norm and change else math.inf if change else 0.0
 
 
 def _figures(sums: Tensor) -> tuple[float, float, float]:
@@ -167,25 +162,33 @@ def _figures(sums: Tensor) -> tuple[float, float, float]:
 
 
 def _compare(name: str, a: Tensor, b: Tensor) -> tuple[TensorChange, Tensor]:
+    """Compare a parameter; also return what adds up (6,): entries, squares of a, of b, of the change, products, equal entries."""
     coarser = a.dtype if torch.finfo(a.dtype).eps >= torch.finfo(b.dtype).eps else b.dtype
     total, largest, rounded = torch.zeros(6, dtype=torch.float64), 0.0, True
     for chunk_a, chunk_b in _chunks(a, b):
-        sums, most = _sums(chunk_a, chunk_b)
-        total, largest = total + sums, max(largest, most)
         rounded = rounded and torch.equal(chunk_a.to(coarser), chunk_b.to(coarser))
-    rank = None
-    _, _, squares_b, change, *_ = total.tolist()
-    if a.ndim == 2 and math.isfinite(change):
-        spread = math.sqrt(squares_b / a.numel()) * torch.finfo(coarser).eps / 2
-        # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
-        noise = spread * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))
-        values = singular_values(a, b) if change > 0 else torch.zeros(min(a.shape), dtype=torch.float64)
-        # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
-        resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
-        rank = int((values > max(noise, resolution)).sum())
-    moved, angle, unchanged = _figures(total)
-    family = re.sub(r"^h\.\d+", "h.{}", name)
-    return TensorChange(name, family, layer(name), tuple(a.shape), moved, largest, angle, unchanged, rounded, rank), total
+        x, y = chunk_a.double(), chunk_b.double()
+        change = y - x
+        sums = [float(each.sum()) for each in (x.square(), y.square(), change.square(), x * y, x == y)]
+        total += torch.tensor([x.numel(), *sums], dtype=torch.float64)
+        largest = max(largest, float(change.abs().nan_to_num(nan=math.inf).max()))
+    _, _, squares_b, moved, *_ = total.tolist()
+    rank = _rank(a, b, moved, math.sqrt(squares_b / a.numel()) * torch.finfo(coarser).eps / 2) if a.ndim == 2 else None
+    distance, angle, unchanged = _figures(total)
+    known = name, re.sub(r"^h\.\d+", "h.{}", name), layer(name), tuple(a.shape)
+    return TensorChange(*known, distance, largest, angle, unchanged, rounded, rank), total
+
+
+def _rank(a: Tensor, b: Tensor, change: float, error: float) -> int | None:
+    """Return the rank of a matrix's change, whose sum of squares is ``change``, beyond rounding errors of the size ``error``."""
+    if change == 0 or not math.isfinite(change):
+        return 0 if change == 0 else None
+    values = singular_values(a, b)
+    # The largest singular value of a matrix of independent errors of that size (Bai and Yin, 1993).
+    noise = error * (math.sqrt(a.shape[0]) + math.sqrt(a.shape[1]))
+    # Below this, eigenvalues of a Gram matrix in float64 are rounding errors.
+    resolution = float(values[0]) * math.sqrt(torch.finfo(torch.float64).eps * len(values))
+    return int((values > max(noise, resolution)).sum())
 
 
 def _chunks(a: Tensor, b: Tensor) -> Iterable[tuple[Tensor, Tensor]]:
@@ -208,19 +211,10 @@ def singular_values(a: Tensor, b: Tensor) -> Tensor:
 
 def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
     """Return the type to which b's parameters are a's, rounded, or None: of a GGUF file, "int8", or a dtype of all tensors."""
-    for type in (*TYPES, INT8, *HALVES):
-        if changed and next(beyond_rounding(a, b, changed, type), None) is None:
-            return type
-    return None
+    types = (type for type in ROUNDINGS if next(beyond_rounding(a, b, changed, type), None) is None)
+    return next(types, None) if changed else None
 
 
 def beyond_rounding(a: Read, b: Read, changed: Iterable[str], type: str) -> Iterator[str]:
-    """Yield the parameters of b that are not a's, rounded to a type of :func:`quantisation`."""
-    return (name for name in changed if not torch.equal(rounded(name, a(name), type), b(name).float()))
-
-
-def rounded(name: str, tensor: Tensor, type: str) -> Tensor:
-    """Return a parameter in float32, rounded to a type of :func:`quantisation`."""
-    if type in HALVES:
-        return tensor.to(HALVES[type]).float()
-    return rounded_parameter(name, tensor) if type == INT8 else as_stored(name, tensor, type)
+    """Yield the parameters of b that are not a's, rounded to a type of ``ROUNDINGS``."""
+    return (name for name in changed if not torch.equal(ROUNDINGS[type](name, a(name)), b(name).float()))
