@@ -27,8 +27,7 @@ from gpt2.checkpoint.export import GGUF_FILE, OF_DTYPE, Export, exported_model
 from gpt2.checkpoint.gguf_writer import parameters_of, type_of
 from gpt2.checkpoint.keys import from_file, head_name, layer
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
-from gpt2.comparison.sides.llama_cpp import LlamaCppSide
+from gpt2.comparison.sides.engines import CTranslate2Side, LlamaCppSide
 from gpt2.comparison.sides.side import Side
 from gpt2.data import Tokenizer
 from gpt2.data.adapter import auto_ids, auto_tokenizer

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.settings import Settings
-from gpt2.comparison.sides.engine import EngineSide
+from gpt2.comparison.sides.engines import EngineSide
 from gpt2.comparison.sides.opening import open_passage, open_side
 from gpt2.comparison.sides.side import Model, Side, environment_of
 from gpt2.errors import InputError

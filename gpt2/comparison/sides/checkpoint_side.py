@@ -17,7 +17,6 @@ from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
 from gpt2.comparison.sides.side import Read, Shown, Side
-from gpt2.config import GPT2Config
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
@@ -60,16 +59,7 @@ class CheckpointSide(Side):
         return cls(name, hf, checkpoint, require_device(where, checkpoint.dtype))
 
     @property
-    def config(self) -> GPT2Config:  # type: ignore[override]  # read-only, and never None
-        return self.checkpoint.config
-
-    @property
-    def dtype(self) -> torch.dtype:  # type: ignore[override]
-        """The dtype in which the model runs."""
-        return self.checkpoint.dtype
-
-    @property
-    def size(self) -> int:
+    def size(self) -> int:  # type: ignore[override]  # read-only
         checkpoint = self.checkpoint
         if isinstance(checkpoint, StoredCheckpoint) and self.dtype == checkpoint.stored:
             files, held = checkpoint.assignment.files, checkpoint.assignment.sources.values()
@@ -96,12 +86,8 @@ class CheckpointSide(Side):
         require_intact(model, self.name)
         return placed(model, self.device)
 
-    @property
-    def gpt2(self) -> GPT2 | None:
-        return self.program if isinstance(self.program, GPT2) else None
-
     @cached_property
-    def tokenizer(self) -> Tokenizer | None:
+    def tokenizer(self) -> Tokenizer | None:  # type: ignore[override]
         return self.checkpoint.own_tokenizer()
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -120,10 +106,10 @@ class CheckpointSide(Side):
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.program, ids)
 
-    @property
-    def implementation(self) -> str:
-        return f"transformers {version('transformers')}" if self.by_transformers else "gpt2"
-
+    implementation = property(lambda self: f"transformers {version('transformers')}" if self.by_transformers else "gpt2")
+    gpt2 = property(lambda self: self.program if isinstance(self.program, GPT2) else None)
+    config = property(lambda self: self.checkpoint.config)
+    dtype = property(lambda self: self.checkpoint.dtype)
     stored = property(lambda self: dtype_label(self.dtype))
     revision = property(lambda self: self.checkpoint.revision)
     files = property(lambda self: self.checkpoint.files())  # of the weights and the config

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
 
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, Scored
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.ctranslate2 import CTranslate2Side
-from gpt2.comparison.sides.llama_cpp import LlamaCppSide
-from gpt2.comparison.sides.onnx import OnnxSide
+from gpt2.comparison.sides.engines import CTranslate2Side, LlamaCppSide, OnnxSide
 from gpt2.comparison.sides.port import PortSide
 from gpt2.comparison.sides.side import Side, first_tokenizer, vocabulary
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
@@ -67,32 +64,21 @@ def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
     return CheckpointSide.open(name, offline=settings.offline, dtype=settings.dtype, device=settings.device)
 
 
-@dataclass(frozen=True)
-class HeldCheckpoint(ModuleCheckpoint):
-    """The weights of a model in memory, and the tokenizer of the checkpoint that it was loaded from, if it is still there."""
-
-    loaded_from: str
-    offline: bool
-
-    def tokenizer(self) -> Tokenizer:
-        try:
-            found = load_tokenizer(self.loaded_from, offline=self.offline) if self.loaded_from else None
-        except InputError:
-            found = None
-        if found is None or found.n_vocab > self.config.vocab_size:
-            raise NoTokenizer("a module has none")
-        return found
-
-
 def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:
-    """Return the side of a copy of a model as it is now, adapters merged. Raises InputError: it is in int8."""
+    """Return the side of a copy of a model as it is now, adapters merged, with the tokenizer of what it was loaded from.
+
+    Raises InputError: it is in int8.
+    """
     loaded_from, table = getattr(model, "name", ""), model.wte.weight
     name = f"{loaded_from or 'a GPT2'} in memory"
     if isinstance(model, Int8GPT2):
         raise InputError(f"{name}: is in int8; give its name, as in {loaded_from or 'MODEL'}:int8")
     weights = {key: each.cpu() for key, each in merged(model).state_dict().items()}
-    checkpoint = HeldCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, (), loaded_from, offline)
-    side = CheckpointSide(name, False, checkpoint, table.device)
+    checkpoint = ModuleCheckpoint(name, None, model.config, table.dtype, table.dtype, weights, ())
+    side, tokenizer = CheckpointSide(name, False, checkpoint, table.device), None
+    with suppress(InputError):  # the files may be gone
+        tokenizer = load_tokenizer(loaded_from, offline=offline) if loaded_from else None
+    side.tokenizer = tokenizer if tokenizer and tokenizer.n_vocab <= model.config.vocab_size else None
     side.in_memory = True
     return side
 

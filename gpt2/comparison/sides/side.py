@@ -97,6 +97,11 @@ class Side(ABC):
     heads: Mapping[str, Tensor] = {}  # tensors of heads beside the language model's, by their keys
     advice: str = "convert the model again"  # where it fails
     program: Any = None  # what runs it, while it is loaded
+    gpt2: GPT2 | None = None  # our model, while it is loaded, where the side is one
+    implementation: str = "gpt2"  # what runs it, with its version
+    tokenizer: Tokenizer | None = None  # its own; without one it reads its partner's ids
+    files: Mapping[str, Path] = {}  # by name
+    size: int | None = None  # bytes of its weights as stored, or in the dtype in which it runs; None where it has no files here
     sides: Sequence[Side] = ()  # those of its comparison
     seconds: float = 0.0  # in forward passes
     inputs: int = 0  # tokens that it was run on
@@ -111,11 +116,6 @@ class Side(ABC):
     def vocab_size(self) -> int | None:
         """The number of logits at each place, padding included."""
         return self.config.vocab_size if self.config else None
-
-    @property
-    def size(self) -> int | None:
-        """The bytes of its weights as they are stored, or of the dtype in which it runs; None where it has no files here."""
-        return None
 
     def ask(self, call: Callable[[], T], advice: str = "") -> T:
         """Return what another program, or the user's code, answers.
@@ -144,11 +144,6 @@ class Side(ABC):
     @abstractmethod
     def load(self, stack: ExitStack) -> Any:
         """Return what runs the side, until the stack is closed."""
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """The side's own tokenizer, or None: then it reads its partner's ids."""
-        return None
 
     @property
     def text_tokenizer(self) -> Tokenizer | None:
@@ -184,11 +179,6 @@ class Side(ABC):
     def weights(self, rows: int, *, mapped: bool = False) -> Read:
         """Return a reader of its parameters, of the tables some ``rows``, before it is loaded; copies, unless ``mapped``."""
         raise NotImplementedError
-
-    @property
-    def gpt2(self) -> GPT2 | None:
-        """Our model, while it is loaded, where the side is one."""
-        return None
 
     @abstractmethod
     def forward(self, ids: Tensor) -> Tensor:
@@ -244,17 +234,7 @@ class Side(ABC):
         """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
         return {}
 
-    @property
-    def implementation(self) -> str:
-        """What runs it, with its version."""
-        return "gpt2"
-
-    @property
-    def files(self) -> Mapping[str, Path]:
-        """Its files by name."""
-        return {}
-
-    def describe(self) -> ComparedModel:
+    def describe(self) -> Model:
         """Return everything needed to run this side again; no file is read yet."""
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
         stored = self.checkpoint.name if self.checkpoint and self.files else None

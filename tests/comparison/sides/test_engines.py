@@ -18,7 +18,7 @@ from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
-from gpt2.comparison.sides import engine as engine_module
+from gpt2.comparison.sides import engines
 from gpt2.comparison.sides.opening import open_side, open_sides
 from gpt2.errors import InputError
 from gpt2.measure.last_words import score_last_words
@@ -334,7 +334,7 @@ def test_an_engine_that_is_not_installed(monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_names_that_open_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A wrong path ended in the engine's own traceback."""
-    monkeypatch.setattr(engine_module.importlib, "import_module", lambda name: None)
+    monkeypatch.setattr(engines.importlib, "import_module", lambda name: None)
     for name in ("llama.cpp/none.gguf", "ct2/none", "onnx/none.onnx", f"onnx/{tmp_path}", "none.py:build"):
         with pytest.raises(InputError, match=r"give|name one"):
             open_sides(MODEL, name)
