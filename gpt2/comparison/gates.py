@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from gpt2.comparison.many_results import Comparisons, Pair
-from gpt2.comparison.results import Comparison
+from gpt2.comparison.results import Comparison, Comparisons, Pair
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Estimate
 

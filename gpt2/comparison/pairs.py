@@ -19,11 +19,10 @@ from gpt2.comparison.blame import Blame, find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
-from gpt2.comparison.many_results import Comparisons, Pair, Ranked
 from gpt2.comparison.noise import measure_floor
 from gpt2.comparison.passage import Passage
 from gpt2.comparison.reference import require_name, saving
-from gpt2.comparison.results import Comparison
+from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_sides

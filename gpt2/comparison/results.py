@@ -1,31 +1,35 @@
-"""The result of comparing two models: a frozen dataclass with its terminal tables and JSON."""
+"""The results of comparing two models, or several with the first: frozen dataclasses with terminal tables and JSON."""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, ClassVar
+from string import ascii_uppercase
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor
 
 from gpt2.comparison import charts
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
-from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.distributions import Distributions, Language
 from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import Words
 from gpt2.measure.environment import Environment
-from gpt2.measure.last_words import LastWords
+from gpt2.measure.estimates import Estimate
+from gpt2.measure.last_words import LastWord, LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
-from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, yellow
+from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
 
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
@@ -86,10 +90,8 @@ class Comparison(Printed):
     @property
     def above_floor(self) -> str:
         """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
-        if self.floor is None or self.distributions is None:
-            return ""
-        floor, kl = self.floor, self.distributions.kl_ab.mean
-        if not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
+        floor, kl = self.floor, self.distributions and self.distributions.kl_ab.mean
+        if floor is None or kl is None or not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
             return ""
         if kl.value == 0:
             return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
@@ -105,27 +107,27 @@ class Comparison(Printed):
 
     def sentence(self) -> tuple[str, str]:
         """Return the result in one sentence: its beginning, printed bold, and its end."""
-        weights, both, a, b = self.weights, self.distributions, self.a, self.b
+        weights, a, b = self.weights, self.a, self.b
+        differing = [what for what, *_ in self.compatibility.architecture]
         if self.ok:
             return "Identical", ": nothing that was measured differs, not a weight, not an activation, not a probability."
-        if weights is not None and weights.total.unchanged == 1:
+        if weights is None:
+            subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
+        elif weights.total.unchanged == 1 and weights.rows:
+            subject = f"The same weights in the rows that both have, and {weights.rows_text}"
+        elif weights.total.unchanged == 1:
             how = "heads" in self.compatibility.impossible and "with other heads, which are left out"
             how = how or (a.dtype != b.dtype and f"run in {a.dtype} and in {b.dtype}")
             how = how or (a.implementation != b.implementation and f"run by {a.implementation} and by {b.implementation}")
             subject = f"The same weights, {how or 'run in two ways'}"
-            subject = f"The same weights in the rows that both have, and {weights.rows_text}" if weights.rows else subject
-        elif weights is not None and weights.same_numbers:
+        elif weights.same_numbers:
             subject = f"The same weights in another precision, {a.dtype} and {b.dtype}"
-        elif weights is not None:
-            rounded = f" (A’s, rounded to {weights.rounded_to})" if weights.rounded_to else ""
-            if weights.nearly:
-                rounded = f" (A’s, rounded to {weights.nearly}, but not {weights.beyond_text})"
-            subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
         else:
-            differing = [field for field, *_ in self.compatibility.architecture]
-            subject = f"Two models that differ in {', '.join(differing)}" if differing else "Two models"
-        if both is not None:
-            return subject, f": {_prediction(both)}."
+            kind, but = weights.nearly or weights.rounded_to, f", but not {weights.beyond_text}" if weights.nearly else ""
+            rounded = f" (A’s, rounded to {kind}{but})" if kind else ""
+            subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
+        if self.distributions is not None:
+            return subject, f": {_prediction(self.distributions)}."
         if self.alone:
             bits_a, bits_b = (number(score.bits_per_byte) for score in self.alone)
             return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
@@ -150,8 +152,8 @@ class Comparison(Printed):
         yield Section(note=(bold(subject), f"{rest}\n"))
         yield Section(columns=("", "", ""), rows=list(self._summary()), tiles=True)
         yield from (Section(note=gate.verdict, for_pages=True) for gate in self.gates)
-        for field, a, b in (*found.architecture, *found.vocabularies.rules):
-            yield Section(note=(yellow("differs"), f"  {field}: {a} → {b}"))
+        for what, a, b in (*found.architecture, *found.vocabularies.rules):
+            yield Section(note=(yellow("differs"), f"  {what}: {a} → {b}"))
         if (parting := found.vocabularies.parting) is not None:
             yield Section(note=(yellow("differs"), f"  tokenizers: {parting}"))
         for why in dict.fromkeys(found.impossible.values()):
@@ -300,3 +302,149 @@ def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:
         said += [(f"{readable(row.prompt)}\n(greedy)", readable(row.a), readable(row.b), parts), ()]
     if said:
         yield Section(columns=(Column("prompt", wrap=True), "a goes on", "b goes on", "they differ"), rows=said)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """One of the models, and what was measured of it beside the first one; of the first, what it shows alone.
+
+    A part that was not chosen, or is not possible, is None; ``compatibility`` has the reason. ``size`` is of its weights
+    alone, in bytes as they are stored, or of the dtype in which it runs; of an engine, of its files; None where it has no files
+    here. ``tokens_per_second`` are of the forward passes over the text. ``language`` is over its own tokens where these are
+    not the first's. ``moved`` is the norm of the weights' change from the first model over the norm.
+    """
+
+    model: Model
+    size: int | None
+    tokens_per_second: float
+    language: Language
+    compatibility: Compatibility
+    last_words: LastWord | None = None
+    logp: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)  # of tokens, the first's and its own
+    distributions: Distributions | None = None  # the first model is their a
+    moved: float | None = None
+    weights: WeightChanges | None = None
+    activations: Activations | None = None
+    words: Words | None = None
+    cases: Cases | None = None
+    floor: Floor | None = None
+    rows: int = 0  # of the vocabulary more than the first model's
+    step: int | None = None  # of a training run
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the JSON has of several models."""
+        against: dict[str, object] | None = None
+        if (both := self.distributions) is not None:
+            against = {"ratio": both.ratio, "bits": both.bits, "kl": both.kl_ab.mean, "kl_max": both.kl_ab.max}
+            against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
+        own = ("model", "step", "size", "tokens_per_second", "language", "last_words")
+        beside = {"against": against, "weights": self.moved, "left_out": self.compatibility.impossible, "rows": self.rows}
+        return {name: getattr(self, name) for name in own} | beside
+
+    def described(self) -> tuple[str, ...]:
+        """Return the cells of its row among the models: name, step, size, speed, and how far the weights moved."""
+        size = "" if self.size is None else f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
+        speed = "" if math.isnan(self.tokens_per_second) else f"{self.tokens_per_second:,.0f}"
+        moved = "" if self.moved is None else "equal" if self.moved == 0 else f"{self.moved:.2%}"
+        moved += f", {self.rows:+,} rows" if self.moved is not None and self.rows else ""
+        return self.model.name, "" if self.step is None else str(self.step), size, speed, moved
+
+    def scores(self) -> tuple[str, ...]:
+        """Return perplexity and bits per byte, each with its distance from the first model's."""
+        perplexity, bits = f"{self.language.perplexity.value:.2f}", f"{self.language.bits_per_byte.value:.4f}"
+        if (found := self.distributions) is None:
+            return perplexity, "", "", bits, "", ""
+        return perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")
+
+    def distances(self) -> tuple[str, ...]:
+        """Return the divergences from the first model; nothing where there are none."""
+        if (found := self.distributions) is None:
+            return ()
+        return *found.kl_ab.mean.cells(".3g", ".2g"), f"{found.kl_ab.max:.3g}", *found.same_top.cells(".1%")
+
+    def last(self) -> tuple[str, ...]:
+        """Return the last words: how many are right, and their perplexity."""
+        if (last := self.last_words) is None:
+            return ()
+        return f"{last.accuracy.value:.2%} ({last.accuracy.span('.2%')})", f"{last.perplexity.value:.2f}"
+
+
+class Ranked(NamedTuple):
+    """A model's place: the number of the candidate, and its perplexity over that of the one before, paired; None if unknown."""
+
+    candidate: int
+    behind: Estimate | None
+
+
+@dataclass(frozen=True)
+class Comparisons(Printed):
+    """Several models on one text, each compared with the first of ``candidates``."""
+
+    command: ClassVar[str] = "gpt2 compare"
+
+    candidates: tuple[Pair, ...]
+    text: Scored
+    environment: Environment
+    seed: int
+    seconds: float
+    forward_seconds: float  # of them in the models' forward passes
+    ranking: tuple[Ranked, ...] = ()  # from the best on
+    gates: tuple[tuple[Any, ...], ...] = ()  # of --fail-if, for each candidate but the first
+
+    @property
+    def letters(self) -> tuple[str, ...]:
+        """A short name for each model: A, B, C ... and numbers after Z."""
+        count = len(self.candidates)
+        return tuple(ascii_uppercase[:count]) if count <= 26 else tuple(str(number + 1) for number in range(count))
+
+    @property
+    def best(self) -> str:
+        """The models in their order, best first, in words; equal ones have an interval that holds 1."""
+        words = [self.letters[each.candidate] for each in self.ranking[:1]]
+        for place, behind in self.ranking[1:]:
+            how = "" if behind is None else " equal" if behind.low <= 1 <= behind.high else " worse"
+            by = "" if behind is None else f"{how} (x {behind.value:.3f}, {behind.span('.3f') or 'exactly'})"
+            words.append(f"{self.letters[place]}{by}")
+        asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per.replace("/", " per ")
+        return f"best by {asked}: {'; '.join(words)}; perplexity beside the one before" if len(words) > 1 else ""
+
+    @property
+    def bits_per(self) -> str:
+        """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
+        return "bits/byte" if self.text.sha256 else "bits/token"
+
+    def to_json(self) -> str:
+        """Return everything as JSON, with the models, the text, versions and hashes."""
+        return as_json({**vars(self), "letters": self.letters})
+
+    def sections(self) -> Iterator[Section]:
+        """Yield the models, a row for each in every table."""
+        each = list(zip(self.letters, self.candidates, strict=True))
+
+        def table(columns: Sequence[Column], cells: Callable[[Pair], Sequence[str]], note: Line | None = None) -> Section:
+            return Section("", note, ("", *columns), [(letter, *row) for letter, one in each if (row := cells(one))])
+
+        by_step, models = any(one.step is not None for one in self.candidates), [one.model for one in self.candidates]
+        yield Section(note=(f"{len(models)} models against ", bold(models[0].name)), for_pages=True)
+        step = "step" if by_step else ""
+        yield table((Column("model"), *numbers(step, "size", "tokens/s", "weights moved")), Pair.described, "")
+        yield Section(note=bold(self.best))
+        yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
+        yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Pair.scores)
+        yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Pair.distances)
+        if any(one.last_words for one in self.candidates):
+            yield table(numbers("last words right", "their perplexity"), Pair.last)
+        for letter, one in each:
+            for whose, lacks, share in one.distributions.lacking(letter) if one.distributions else ():
+                yield Section(note=yellow(f"{lacks} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
+            for part, why in one.compatibility.impossible.items():
+                if part != "activations":
+                    yield Section(note=yellow(f"left out of {letter}: {part}: {why.partition(';')[0]}"))
+        for letter, gates in zip(self.letters[1:], self.gates, strict=False):
+            yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
+        yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
+
+    def origin(self) -> Iterator[Section]:
+        """Yield how to make the page again."""
+        yield charts.made_with([one.model for one in self.candidates], self.text, self.environment, seed=self.seed)
