@@ -103,7 +103,7 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None, ids: Tensor |
         verdict = "extended" if len(held) == 1 and held != {(True, True)} else "different"
     else:
         verdict = "equal" if a.fingerprint == b.fingerprint else "merges"
-    parting = first_parting(a, b, a.decode(ids.tolist())) if ids is not None and verdict != "equal" else None
+    parting = _first_parting(a, b, a.decode(ids.tolist())) if ids is not None and verdict != "equal" else None
     return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples, parting, _rules(a, b))
 
 
@@ -116,14 +116,13 @@ def _rules(a: Tokenizer, b: Tokenizer) -> tuple[tuple[str, str, str], ...]:
     return tuple(row for row in rules if row[1] != row[2])
 
 
-def first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
+def _first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
     """Return the first token in which two tokenizers' ids of a text differ, or None."""
     ids = a.encode(text), b.encode(text)
-    at = next((index for index, (x, y) in enumerate(itertools.zip_longest(*ids)) if x != y), None)
-    if at is None:
-        return None
-    known = [(own[at], _text(_entry(by, own[at])) or "") if at < len(own) else None for by, own in zip((a, b), ids, strict=True)]
-    return Parting(at, *known)
+    for at, (x, y) in enumerate(itertools.zip_longest(*ids)):
+        if x != y:
+            return Parting(at, *(None if i is None else (i, _text(_entry(own, i)) or "") for own, i in ((a, x), (b, y))))
+    return None
 
 
 def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility:
@@ -133,32 +132,25 @@ def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility
     noise. Else it is the distributions, and how far the weights moved. A config may be unknown. Raises InputError: nothing of the
     two can be matched.
     """
-    differing = () if a.config is None or b.config is None else _differing(a.config, b.config)
-    vocabularies = compare_vocabularies(a.tokenizer, b.tokenizer, ids)
+    vocabularies, differing, tokens = compare_vocabularies(a.tokenizer, b.tokenizer, ids), _differing(a.config, b.config), {}
     if a.config is not None and b.config is not None and vocabularies.verdict == "none":
         fewer, more = sorted((a.config.vocab_size, b.config.vocab_size))
         if more > math.ceil(fewer / PADDING) * PADDING:
             what = f"vocabularies of {a.config.vocab_size:,} and {b.config.vocab_size:,} ids, and one has no tokenizer"
             how = "give models with the same vocabulary, or with their tokenizers"
             raise InputError(f"the models have {what}, so their ids cannot be matched; {how}")
+    if not vocabularies.comparable:
+        why = f"the tokenizers differ in {vocabularies.differing:,} entries"
+        tokens = {"activations": why, "distributions": f"{why}; the report has each model's bits per byte instead"}
     missing = {shown.value: [side for side in (a, b) if shown not in side.shows] for shown in Shown if shown in parts}
     shown = {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
     rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
     if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:
-        impossible = f"the models differ in {', '.join(shapes)}"
-        shown |= {"weights": impossible}
-        shown |= {"activations": impossible} if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"} else {}
-    tokens, heads = _of_other_tokens(vocabularies), heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
+        shown["weights"] = f"the models differ in {', '.join(shapes)}"
+        shown |= {"activations": shown["weights"]} if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"} else {}
+    heads = heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
     others = {part: why for part, why in shown.items() if part not in tokens}
     return Compatibility(differing, vocabularies, {**tokens, **others, **heads})
-
-
-def _of_other_tokens(vocabularies: Vocabularies) -> dict[str, str]:
-    """Return the parts of a comparison that need the same ids of the text, with the reason; {} if both have them."""
-    if vocabularies.comparable:
-        return {}
-    reason = f"the tokenizers differ in {vocabularies.differing:,} entries"
-    return {"activations": reason, "distributions": f"{reason}; the report has each model's bits per byte instead"}
 
 
 def require_same_function(compatible: Compatibility) -> None:
@@ -169,7 +161,9 @@ def require_same_function(compatible: Compatibility) -> None:
         raise InputError(f"--blame puts parts of B into A, and that needs models of one shape: {why[0]}; leave out --blame")
 
 
-def _differing(a: GPT2Config, b: GPT2Config) -> tuple[tuple[str, object, object], ...]:
+def _differing(a: GPT2Config | None, b: GPT2Config | None) -> tuple[tuple[str, object, object], ...]:
+    if a is None or b is None:
+        return ()
     fields = {field: (getattr(a, field), getattr(b, field)) for field in (*SHAPE, *FUNCTION)}
     fields["n_inner"] = a.inner, b.inner
     return tuple((field, *values) for field, values in fields.items() if values[0] != values[1])

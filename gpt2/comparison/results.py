@@ -90,8 +90,8 @@ class Comparison(Printed):
     @property
     def above_floor(self) -> str:
         """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
-        floor, kl = self.floor, self.distributions and self.distributions.kl_ab.mean
-        if floor is None or kl is None or not all(map(math.isfinite, (kl.value, kl.low, floor.kl))):
+        floor, both = self.floor, self.distributions
+        if not floor or not both or not all(map(math.isfinite, ((kl := both.kl_ab.mean).value, kl.low, floor.kl))):
             return ""
         if kl.value == 0:
             return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"

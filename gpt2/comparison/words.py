@@ -102,13 +102,10 @@ def compare_words(
     """
     ids, context = text.ids, text.windows.context
 
-    def choices(tokenizer: Tokenizer, top: Tensor, probabilities: Tensor) -> tuple[Choice, ...]:
-        return tuple(Choice(tokenizer.shown(i), p) for i, p in zip(top.tolist(), probabilities.tolist(), strict=True))
-
     def word(at: int) -> Word:
         probabilities = float(measured.logp_a[at].exp()), float(measured.logp_b[at].exp())
-        likeliest = (measured.top_a[at], measured.top_p_a[at]), (measured.top_b[at], measured.top_p_b[at])
-        tops = (choices(own, *each) for own, each in zip(tokenizers, likeliest, strict=True))
+        likeliest = zip(tokenizers, (measured.top_a, measured.top_b), (measured.top_p_a, measured.top_p_b), strict=True)
+        tops = (tuple(map(Choice, map(own.shown, top[at].tolist()), chances[at].tolist())) for own, top, chances in likeliest)
         return Word(tokenizers[0].shown(int(measured.targets[at])), *probabilities, float(measured.js[at]), *tops)
 
     words = [word(at) for at in range(min(SHOWN, len(measured)))]

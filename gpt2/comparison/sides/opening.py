@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import torch
-from torch import Tensor
 
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, Scored
@@ -18,11 +17,10 @@ from gpt2.comparison.sides.port import PortSide
 from gpt2.comparison.sides.side import Side, first_tokenizer, vocabulary
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.comparison.sides.trace_side import TraceSide
-from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.int8 import Int8GPT2
 from gpt2.lora import merged
-from gpt2.measure.texts import RUNNING, Text, open_text
+from gpt2.measure.texts import RUNNING, open_text
 from gpt2.measure.user_code import target
 from gpt2.model import GPT2
 from gpt2.port.mapping.checkpoint import ModuleCheckpoint
@@ -99,9 +97,13 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
         raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
     if text is None or tokenizer is None:
         name = f"random ids, as no tokenizer is here to read {settings.on}" if settings.on else "random ids"
-        ids = _random(sides, tokens, settings.seed)
+        if not (vocab := vocabulary(*sides)):
+            raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
+        ids = torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(settings.seed))
         return Passage(ids, windows, Scored(name, "", len(ids), windows.context, windows.step, ""))
-    ids, told = _read(text, tokenizer, tokens), text.protocol.description
+    ids, told = torch.tensor(text.encode(tokenizer)[: tokens or None]), text.protocol.description
+    if len(ids) < 2:
+        raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
     scored = Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told, text.reading(tokenizer))
     return Passage(ids, windows, scored, text)
 
@@ -124,16 +126,3 @@ def _recorded(recorded: Sequence[Side], sides: Sequence[Side], settings: Setting
             what = f"predicts from {recording.windows.context:,} tokens, and {side.name} has {side.n_positions:,} positions"
             raise InputError(f"{first.name}: {what}; save it with a context that both have")
     return recording
-
-
-def _random(sides: Sequence[Side], tokens: int, seed: int) -> Tensor:
-    if not (vocab := vocabulary(*sides)):
-        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
-    return torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(seed))
-
-
-def _read(text: Text, tokenizer: Tokenizer, tokens: int) -> Tensor:
-    ids = text.encode(tokenizer)[: tokens or None]
-    if len(ids) < 2:
-        raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
-    return torch.tensor(ids)

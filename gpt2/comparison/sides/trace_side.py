@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -56,7 +56,7 @@ class TraceSide(Side):
         if missing := [each for each in (key, "logits") if each not in file.entries]:
             raise InputError(f"{path}: holds no array named {missing[0]}; save ids, and the logits of every token")
         try:
-            side = cls._of(name, file, _about(file), file.read(key).long())
+            side = cls._of(name, file, file.read(key).long())
             ids, windows = side.recording.ids, side.recording.windows
             scored = sum(window.end - window.first for window in windows.of(len(ids)))
             if side.rows.shape != (scored, side.vocab_size) or not side.rows.is_floating_point():
@@ -68,8 +68,12 @@ class TraceSide(Side):
         return side
 
     @classmethod
-    def _of(cls, name: str, file: SafetensorsFile, about: dict[str, Any], ids: Tensor) -> TraceSide:
+    def _of(cls, name: str, file: SafetensorsFile, ids: Tensor) -> TraceSide:
         """Return the side of a file: one that ``--save`` wrote, or rows (B, T) by another program, ``gpt2 trace`` among them."""
+        about: dict[str, Any] = {}
+        with suppress(KeyError, ValueError, TypeError, RecursionError):  # what another program says is not read
+            said = json.loads(file.metadata["about"])
+            about = said if said["format"] in (FORMAT, TRACE_FORMAT) else {}
         rows, lengths, traced, side = file.read("logits"), None, dict[str, Tensor](), about.get("side", about)
         config, vocab = GPT2Config(**side["config"]) if side.get("config") else None, rows.size(-1)
         windows: Windows
@@ -132,12 +136,3 @@ class TraceSide(Side):
 
     def describe(self) -> ComparedModel:
         return self.model
-
-
-def _about(file: SafetensorsFile) -> dict[str, Any]:
-    """Return what a program of ours says of the file; {} for another program's."""
-    try:
-        about = json.loads(file.metadata["about"])
-    except (KeyError, ValueError, TypeError, RecursionError):
-        return {}
-    return about if isinstance(about, dict) and about.get("format") in (FORMAT, TRACE_FORMAT) else {}
