@@ -103,7 +103,7 @@ def _measured(args: CompareSettings) -> Any:
         if args.save is None:
             instead = "or --noise, --save FILE or --attention TEXT"
             raise InputError(f"compare needs a second model, such as the one that {args.a} was made from, {instead}")
-        from gpt2.comparison.reference import save_reference
+        from gpt2.comparison.pairs import save_reference
 
         require_unused(args, "--save and one model", ("fail_if", "html", "json", "blame", "cases", "threshold"))
         save_reference(args.a, str(args.save), args)

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,12 +22,12 @@ from gpt2.comparison.compatibility import Compatibility, fit, require_same_funct
 from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
 from gpt2.comparison.noise import measure_floor
 from gpt2.comparison.passage import Passage
-from gpt2.comparison.reference import require_name, saving
 from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
-from gpt2.comparison.sides.opening import open_passage, open_sides
+from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
 from gpt2.comparison.sides.side import Read, Shown, Side, environment_of, vocabulary
+from gpt2.comparison.sides.trace_side import require_name, saving
 from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
 from gpt2.comparison.words import compare_words
 from gpt2.config import GPT2Config
@@ -202,6 +203,20 @@ def _last_words(side: Side, passage: Passage, seed: int, progress: Progress) -> 
         return None
     passages, options = passage.text.passages, {"context": side.context, "seed": seed}
     return score_last_words(side.logits, side.text_tokenizer, passages, **options, progress=progress)
+
+
+def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
+    """Run one side over a text, write what it shows, and return the path.
+
+    Raises InputError: no such side or text, or the file cannot be written.
+    """
+    path, side = require_name(path), open_side(name, settings)
+    passage = open_passage([side], settings)
+    with side, saving(path, side, passage) as logits, torch.inference_mode():
+        for inputs, group in passage.windows.batches(passage.ids):
+            logits(inputs)
+            settings.progress(f"{name}: {group[-1].end:,} of {len(passage.ids) - 1:,} tokens")
+    return path
 
 
 def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:

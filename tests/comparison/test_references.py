@@ -17,7 +17,7 @@ from support.commands import mistake, refusal
 import gpt2
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.cli.main import main
-from gpt2.comparison.reference import save_reference
+from gpt2.comparison.pairs import save_reference
 from gpt2.comparison.run import compare
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.opening import open_side

@@ -1,7 +1,13 @@
-"""The side ``trace:FILE``: what another side showed, whole logits in a safetensors file.
+"""The side ``trace:FILE``: what another side showed, whole logits in a safetensors file, and how ``compare --save`` writes one.
 
-Three programs write one: ``gpt2 compare --save`` (:mod:`gpt2.comparison.reference` has the layout), ``gpt2 trace``, and any that
-saves ``ids`` (T,) or (B, T) and ``logits`` (T, V) or (B, T, V). Rows of the latter two were run alone.
+``gpt2 trace`` also writes one, and any program that saves ``ids`` (T,) or (B, T) and ``logits`` (T, V) or (B, T, V): rows that
+were run alone. In a file of ``--save`` N are the tokens, M the scored ones in the order of the windows, V the vocabulary::
+
+    token_bytes   (V,) float64: the bytes that each token stands for; zeros where no tokenizer was known
+    ids           (N,) int64
+    logits        (M, V), as the side gave them
+
+Its metadata's ``about`` is JSON: the side with its files' sha256, the text with its windows, versions and machine.
 """
 
 from __future__ import annotations
@@ -9,23 +15,29 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2 import __version__
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.saving import safetensors_header, write_pieces
 from gpt2.comparison.passage import Passage, Scored
-from gpt2.comparison.sides.side import ComparedModel, Shown, Side
+from gpt2.comparison.sides.side import Model, Shown, Side, environment_of
 from gpt2.config import GPT2Config
+from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
+from gpt2.measure.metrics import Logits
 from gpt2.measure.tracing import Recorded, grouped, points
 from gpt2.measure.windows import RowWindows, Window, Windows
+from gpt2.pages.reports import as_json
 
 PREFIX, SUFFIX = "trace:", ".safetensors"
 FORMAT, TRACE_FORMAT = "gpt2-toolkit reference", "gpt2-toolkit trace"
@@ -136,3 +148,50 @@ class TraceSide(Side):
 
     def describe(self) -> ComparedModel:
         return self.model
+
+
+def require_name(path: str | Path) -> Path:
+    """Return the path of a reference that will be written. Raises InputError: another suffix."""
+    if Path(path).suffix != SUFFIX:
+        raise InputError(f"--save {path}: a reference is a safetensors file; give a name that ends in {SUFFIX}")
+    return user_path(path)
+
+
+@contextmanager
+def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
+    """Return the side's ``logits``, which must be asked for the passage's windows in order, and which keeps them in a file.
+
+    Raises InputError: the side is such a file, the size of its vocabulary is not known, or the file cannot be written.
+    """
+    tokenizer, vocab = side.text_tokenizer, side.vocab
+    if side.recording is not None:
+        raise InputError(f"{side.name}: is a file of what was shown already; leave --save out")
+    if not vocab:
+        raise InputError(f"{side.name}: the size of its vocabulary is not known; save it beside a MODEL that has a tokenizer")
+    env, spans = environment_of([side]), list(passage.windows.of(len(passage.ids)))
+    said = {"side": side.describe(), "text": passage.scored, "environment": env}
+    said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(passage.windows)}
+    about = as_json({"format": FORMAT, "version": __version__, **said}, None)
+    lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)
+    shape, rest = (sum(span.end - span.first for span in spans), vocab), iter(spans)
+
+    def keeping(ids: Tensor) -> Tensor:
+        output = side.logits(ids)
+        for row in output:
+            span = next(rest)
+            parts = [row[span.first - span.start :]]
+            if span is spans[0]:  # the header needs the type of the logits
+                logits = torch.empty(shape, dtype=row.dtype, device="meta")
+                header, _ = safetensors_header({"token_bytes": lengths, "ids": passage.ids, "logits": logits}, {"about": about})
+                parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), lengths, passage.ids, *parts]
+            for part in parts:
+                write_pieces(file, part)
+        return output
+
+    try:
+        with written_aside(path) as file:
+            yield keeping
+            assert next(rest, None) is None, "a window was not asked for"
+    except OSError as error:
+        why = f"cannot be written ({error.strerror or error}); choose another place, or make room"
+        raise InputError(f"{path}: {why}") from error
