@@ -56,12 +56,12 @@ def run(args: ExploreSettings) -> int:
 
 def answers(opened: "Explorer", prompt: str) -> Answer:
     """Return what answers a query: the page of its prompt, of ``prompt`` without one."""
-    from gpt2.explore.lens_page import error_page, page
+    from gpt2.explore.lens_page import error_page
 
     def answer(query: Mapping[str, str]) -> tuple[str, int]:
         typed = query.get("prompt", prompt).replace("\r\n", "\n")  # forms send line breaks as CRLF
         try:
-            return page(opened.look(typed), served=True), 200
+            return opened.look(typed).html(served=True), 200
         except InputError as error:
             return error_page(tuple(side.name for side in opened.sides), typed, error), 400
 

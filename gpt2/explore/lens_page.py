@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import math
 import shlex
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.words import Choice
-from gpt2.data.files import write_output
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment
 from gpt2.measure.metrics import MAX_JS
-from gpt2.pages.rendering import pack_lower, readable, render, short_names, visible
-from gpt2.pages.reports import as_json
+from gpt2.pages.rendering import pack_lower, percent, readable, render, short_names, visible
+from gpt2.pages.reports import Line, Printed, Section, Styled, as_json, bold, dim
 
 MAX_TOKENS = 128  # of a prompt, side by side on a page
 MAX_WEIGHTS = 3_000_000  # attention weights of one model, a page of about 4 MB
@@ -53,13 +52,28 @@ class Lens:
 
 
 @dataclass(frozen=True)
-class Exploration:
+class Exploration(Printed):
     """One prompt read by one or two models; ``js`` is the divergence of two models' predictions per position, in nats."""
+
+    command: ClassVar[str] = "gpt2 explore"
+    script: ClassVar[str] = "lens"
 
     prompt: str
     lenses: tuple[Lens, ...]
     js: tuple[float, ...] | None
     environment: Environment
+
+    @property
+    def names(self) -> list[str]:
+        return [visible(lens.model.name) for lens in self.lenses]
+
+    @property
+    def legend(self) -> list[str]:
+        """What each model is called within the page: its name, with a letter where there are two."""
+        if len(self.names) == 1:
+            return self.names
+        pairs = zip("AB", short_names(*self.names), strict=True)
+        return [name if name == letter else f"{letter} · {name}" for letter, name in pairs]
 
     def to_json(self) -> str:
         """Return everything as JSON; attention weights have four digits."""
@@ -67,82 +81,70 @@ class Exploration:
         lenses = [{**vars(lens), "attention": weights} for lens, weights in zip(self.lenses, rounded, strict=True)]
         return as_json({**vars(self), "lenses": lenses}, indent=None)
 
-    def save_html(self, path: str | Path) -> None:
-        """Write one self-contained page; raises InputError if the file cannot be written."""
-        write_output(path, page(self))
+    def sections(self) -> Iterator[Section]:
+        """Yield the models, and with what each goes on."""
+        yield Section(note=_heading(self.names))
+        for letter, name, lens in zip("ab", self.legend, self.lenses, strict=False):
+            who = Styled(name, letter) if len(self.lenses) == 2 else "The model"
+            best = lens.readings[-1][-1].top[0]
+            yield Section(
+                note=(who, " continues with ", bold(f"“{_shown(best.text).strip()}”"), dim(f" {percent(best.probability)}"))
+            )
+
+    def origin(self) -> Iterator[Section]:
+        """Yield how to make the page again."""
+        command = shlex.join(["gpt2", "explore", *(lens.model.name for lens in self.lenses)])
+        rows = [("command", f"{command} --prompt {shlex.quote(self.prompt)} --html page.html")]
+        for name, lens in zip(self.legend, self.lenses, strict=True):
+            sizes = f"{lens.model.parameters:,} parameters, {len(lens.attention)} layers of {lens.attention.size(1)} heads"
+            rows.append((name, f"{sizes}, run by {lens.model.implementation} in {lens.model.dtype}"))
+        rows.append(("versions", ", ".join(f"{name} {version}" for name, version in self.environment.versions.items())))
+        yield Section("Made with", f"{command} opens this page with a field for another prompt", ("", ""), rows)
+
+    def html(self, *, served: bool = False, **_: Any) -> str:
+        """Return the page; ``served`` adds a field for another prompt."""
+        same_tokens = len({lens.tokens for lens in self.lenses}) == 1
+        sides = [
+            {"letter": letter, "name": name, "lens": lens, "strip": _strip(lens, self.js)}
+            for letter, name, lens in zip("ab", self.legend, self.lenses, strict=False)
+        ]
+        shown = {"sides": sides, "strips": sides[:1] if same_tokens else sides, "parted": self.js is not None, "cell": _shown}
+        shown |= {"shared": same_tokens and len(sides) == 2, "kind": "two" if len(sides) == 2 else "one", "share": _share}
+        return super().html(body="lens", served=served, prompt=self.prompt, characters=MAX_CHARACTERS, **shown)
+
+    def page_data(self) -> dict[str, Any]:
+        """Return the data for the script; each token's text is stored once, and readings hold its index."""
+        numbers: dict[str, int] = {}
+
+        def number(text: str) -> int:
+            return numbers.setdefault(_shown(text), len(numbers))
+
+        def reading(one: Reading) -> list[Any]:
+            top = [value for choice in one.top for value in (number(choice.text), _short(choice.probability))]
+            return [top, _short(one.entropy), _short(one.probability), one.rank]
+
+        sides = [
+            {
+                "tokens": [number(token) for token in lens.tokens],
+                "points": lens.points,
+                "n_head": lens.attention.size(1),
+                "readings": [[reading(one) for one in row] for row in lens.readings],
+                "maps": pack_lower(lens.attention),
+            }
+            for lens in self.lenses
+        ]
+        js = None if self.js is None else [_short(value) for value in self.js]
+        return {"sides": sides, "js": js, "texts": list(numbers)}
 
 
-def page(exploration: Exploration, *, served: bool = False) -> str:
-    """Return the page as HTML text; ``served`` adds a field for another prompt."""
-    lenses = exploration.lenses
-    names = legend = [visible(lens.model.name) for lens in lenses]
-    if len(names) == 2:
-        pairs = zip("AB", short_names(names[0], names[1]), strict=True)
-        legend = [name if name == letter else f"{letter} · {name}" for letter, name in pairs]
-    command = ["gpt2", "explore", *(lens.model.name for lens in lenses)]
-    same_tokens = len({lens.tokens for lens in lenses}) == 1
-    sides = [
-        {"letter": letter, "name": name, "lens": lens, "strip": _strip(lens, exploration.js)}
-        for letter, name, lens in zip("ab", legend, lenses, strict=False)
-    ]
-    return render(
-        "lens",
-        "lens",
-        _data(exploration),
-        names=names,
-        sides=sides,
-        strips=sides[:1] if same_tokens else sides,
-        shared=same_tokens and len(sides) == 2,
-        parted=exploration.js is not None,
-        shown=_shown,
-        share=_share,
-        prompt=exploration.prompt,
-        served=served,
-        error=None,
-        characters=MAX_CHARACTERS,
-        command=shlex.join([*command, "--prompt", exploration.prompt, "--html", "page.html"]),
-        environment=exploration.environment,
-    )
+def _heading(names: Sequence[str]) -> Line:
+    return ("Inside ", bold(names[0]), *(part for name in names[1:] for part in (" and ", bold(name))))
 
 
 def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
     """Return the page with the prompt's field and the error message."""
-    return render(
-        "lens",
-        "lens",
-        {},
-        names=[visible(name) for name in names],
-        sides=[],
-        prompt=prompt[:MAX_CHARACTERS],
-        served=True,
-        error=str(error),
-        characters=MAX_CHARACTERS,
-    )
-
-
-def _data(exploration: Exploration) -> dict[str, Any]:
-    """Return the data for the script; each token's text is stored once, and readings hold its index."""
-    numbers: dict[str, int] = {}
-
-    def number(text: str) -> int:
-        return numbers.setdefault(_shown(text), len(numbers))
-
-    def reading(one: Reading) -> list[Any]:
-        top = [value for choice in one.top for value in (number(choice.text), _short(choice.probability))]
-        return [top, _short(one.entropy), _short(one.probability), one.rank]
-
-    sides = [
-        {
-            "tokens": [number(token) for token in lens.tokens],
-            "points": lens.points,
-            "n_head": lens.attention.size(1),
-            "readings": [[reading(one) for one in row] for row in lens.readings],
-            "maps": pack_lower(lens.attention),
-        }
-        for lens in exploration.lenses
-    ]
-    js = None if exploration.js is None else [_short(value) for value in exploration.js]
-    return {"sides": sides, "js": js, "texts": list(numbers)}
+    shown = {"command": Exploration.command, "heading": _heading([visible(name) for name in names])}
+    return render("lens", {}, served=True, prompt=prompt[:MAX_CHARACTERS], error=str(error), characters=MAX_CHARACTERS, **shown)
 
 
 def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:

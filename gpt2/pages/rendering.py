@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.pages.drawing import LEVELS, power_of_ten
+from gpt2.pages.reports import pieces, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,10 +21,11 @@ MAX_LEGEND = 40  # maximum characters of a model's name in a legend
 SIGNS = {"\n": "⏎", "\t": "⇥", "\r": "␍"}
 
 
-def render(name: str, script: str, data: object, **values: Any) -> str:
-    """Render the template ``name`` with the ``script`` that reads ``data``, if it has one.
+def render(script: str, data: object, **values: Any) -> str:
+    """Render a page of the one template, with the ``script`` that reads ``data``, if it has one.
 
-    Every value is escaped, except pictures of this package (the filter ``svg``).
+    Every value is escaped, except pictures of this package (the filter ``svg``). A page may have a ``body`` between its head and
+    its sections, a template with a style sheet, and a field for a ``prompt`` where it is ``served``.
     """
     import jinja2
     from markupsafe import Markup
@@ -32,10 +34,11 @@ def render(name: str, script: str, data: object, **values: Any) -> str:
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"pct": percent, "svg": Markup}
-    environment.globals |= {"levels": LEVELS, "zip": zip, "data": data}
+    environment.globals |= {"levels": LEVELS, "zip": zip, "data": data, "pieces": pieces, "plain": plain}
     code = "".join(loader.get_source(environment, part)[0] for part in (script and ("shared.js", f"{script}.js")))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    return environment.get_template(f"{name}.html").render(script=Markup(code), script_hash=digest, **values)
+    values = {"body": "", "kind": "", "served": False, "error": None, "sections": (), **values}
+    return environment.get_template("report.html").render(script=Markup(code), script_hash=digest, **values)
 
 
 def number(value: float | None, form: str = "#.3g") -> str:

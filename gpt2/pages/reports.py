@@ -145,13 +145,12 @@ class Printed(ABC):
         self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
         return written.getvalue()
 
-    def html(self) -> str:
-        """Return the report as one self-contained page."""
+    def html(self, **values: Any) -> str:
+        """Return the report as one self-contained page; a subclass may give more ``values`` for its template."""
         from gpt2.pages.rendering import render
 
         data, (heading, *sections) = self.page_data(), (*self.sections(), *self.origin())
-        shown = {"command": self.command, "heading": heading.note, "sections": sections}
-        return render("report", self.script, data, pieces=pieces, plain=plain, **shown)
+        return render(self.script, data, command=self.command, heading=heading.note, sections=sections, **values)
 
     def save_html(self, path: str | Path) -> None:
         """Write :meth:`html`. Raises InputError: the file cannot be written."""

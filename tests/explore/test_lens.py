@@ -17,7 +17,6 @@ from gpt2.data.chars import chars_of
 from gpt2.errors import InputError
 from gpt2.explore.attention import attention_maps
 from gpt2.explore.lens import Exploration, explorer
-from gpt2.explore.lens_page import page
 from gpt2.measure.per_token import measure_pair
 from gpt2.measure.windows import Windows
 from gpt2.model import eager_attention
@@ -101,7 +100,7 @@ def test_two_that_read_differently_stand_beside_each_other_unlinked(chars: Path)
     assert found.js is None
     assert [len(lens.tokens) for lens in found.lenses] == [3, 7]
     assert all(choice.text in TEXT for row in found.lenses[1].readings for r in row for choice in r.top)  # no padding
-    assert page(found).count('role="listbox"') == 2
+    assert found.html().count('role="listbox"') == 2
 
 
 def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
@@ -120,7 +119,7 @@ def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
 
 def test_the_page_carries_the_same_figures(found: Exploration) -> None:
     """The page's data is packed: bytes in the wrong order would show another head."""
-    data = json.loads(page(found).split('id="data">', 1)[1].split("</script>", 1)[0])
+    data = json.loads(found.html().split('id="data">', 1)[1].split("</script>", 1)[0])
     side, lens = data["sides"][1], found.lenses[1]
     n = len(lens.tokens)
     packed = torch.frombuffer(bytearray(base64.b64decode(side["maps"])), dtype=torch.uint8).view(5, 5, n * (n + 1) // 2)
@@ -139,15 +138,15 @@ def test_the_page_carries_the_same_figures(found: Exploration) -> None:
 
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) -> None:
     """Users mail the page and open it offline. Which square of a head's map is which pair of tokens had to be counted."""
-    text = page(found)
+    text = found.html()
     for side in ("from", "to"):
         labels = text.split(f'<div class="{side}" aria-hidden="true">')[1].split("</div>")[0]
         assert labels.count("<span>") == len(found.lenses[0].tokens)
-    assert text == page(found)
+    assert text == found.html()
     assert_whole_by_itself(text)
     assert not re.search(r"url\(|https?:", text)
     assert "<form" not in text
-    assert "<form" in page(found, served=True)
+    assert "<form" in found.html(served=True)
 
 
 def test_numbers_that_are_none_leave_the_page_standing(chars: Path) -> None:
@@ -156,7 +155,7 @@ def test_numbers_that_are_none_leave_the_page_standing(chars: Path) -> None:
         opened.models[0].wte.weight.data[:] = math.nan
         found = opened.look("O")
     json.loads(found.to_json(), parse_constant=pytest.fail)
-    assert "–" in page(found)
+    assert "–" in found.html()
 
 
 def test_a_model_without_a_tokenizer_borrows_the_other_s_or_is_refused() -> None:
