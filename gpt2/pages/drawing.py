@@ -24,8 +24,8 @@ LEVELS = 17  # shades from "equal" to the largest difference
 
 WIDE, NARROW = (10.6, 3.2), (3.6, 2.9)  # inches of 100 px
 
-INK, MUTED, RULE, PAPER, A, B = (f"#00000{n}" for n in range(1, 7))
-VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", PAPER: "--paper", A: "--a", B: "--b"}
+INK, MUTED, RULE, B = (f"#00000{n}" for n in range(1, 5))
+VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", B: "--b"}
 
 SETTINGS: dict[str, Any] = {
     "axes.edgecolor": RULE,
@@ -55,7 +55,7 @@ SETTINGS: dict[str, Any] = {
     "ytick.major.size": 0,
 }
 # The same with colours, for a picture on a light background.
-COLOURS = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8", PAPER: "#fdfcfa"}
+COLOURS = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8"}
 LIGHT = {name: COLOURS.get(value, value) if isinstance(value, str) else value for name, value in SETTINGS.items()}
 
 
@@ -90,6 +90,8 @@ def matplotlib_of_our_own(**settings: Any) -> Iterator[None]:
 
 def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure], None]) -> str:
     """Return one picture as an inline ``<svg>``; ``name`` makes its ids unique on the page."""
+    from markupsafe import escape
+
     with matplotlib_of_our_own(**{"svg.hashsalt": name}):
         from matplotlib.figure import Figure
 
@@ -97,7 +99,17 @@ def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure
         draw(figure)
         file = io.StringIO()
         figure.savefig(file, format="svg", metadata={"Date": None})
-    return _inline(file.getvalue(), title)
+    text = file.getvalue()[file.getvalue().index("<svg") :]
+    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    box = text.partition('viewBox="')[2].partition('"')[0]
+    width = float(box.split()[2]) * 100 / 72
+    opening = f'<svg viewBox="{box}" style="--w:{width:.0f}px" role="img" aria-label="{escape(title)}"'
+    text = opening + ' xmlns:xlink="http://www.w3.org/1999/xlink">' + text[text.index(">") + 1 :]
+    text = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", text)
+    text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", text)
+    text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
+    text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], text)
+    return re.sub(r"\s*\n\s*", "\n", text)
 
 
 def both(name: str, title: str, draw: Callable[[Axes, bool], None]) -> str:
@@ -134,19 +146,3 @@ def _power(value: float, _: object = None) -> str:
 def power_of_ten(exponent: int) -> str:
     """Format ``-4`` as ``"10⁻⁴"``."""
     return "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def _inline(text: str, title: str) -> str:
-    from markupsafe import escape
-
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<!--.*?-->|<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    box = text.partition('viewBox="')[2].partition('"')[0]
-    width = float(box.split()[2]) * 100 / 72
-    opening = f'<svg viewBox="{box}" style="--w:{width:.0f}px" role="img" aria-label="{escape(title)}"'
-    text = opening + ' xmlns:xlink="http://www.w3.org/1999/xlink">' + text[text.index(">") + 1 :]
-    text = re.sub(r' id="[A-Za-z0-9]+_\d+"', "", text)
-    text = re.sub(r"font: ([\d.]+)px [^;\"]+", r"font-size: \1px", text)
-    text = re.sub(r"font-family: [^;\"]+;? ?", "", text)
-    text = re.sub(r"#[0-9a-f]{6}\b", lambda m: f"var({VARIABLES[m[0]]})" if m[0] in VARIABLES else m[0], text)
-    return re.sub(r"\s*\n\s*", "\n", text)

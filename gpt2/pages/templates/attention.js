@@ -2,8 +2,7 @@ const tokens = [...document.querySelectorAll(".look .tok")];
 const [model, layer, head] = ["model", "layer", "head"].map((id) => document.getElementById(id));
 const says = document.getElementById("says");
 const n = data.tokens.length;
-const bytes = {};
-for (const [side, text] of Object.entries(data.maps)) bytes[side] = unpacked(text);
+const bytes = Object.fromEntries(Object.entries(data.maps).map(([side, text]) => [side, unpacked(text)]));
 let at = n - 1;
 
 function draw() {

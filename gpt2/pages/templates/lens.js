@@ -1,21 +1,14 @@
-const form = document.querySelector("form");
+const find = (selector, within = document) => within.querySelector(selector);
+const all = (selector, within = document) => [...within.querySelectorAll(selector)];
+const form = find("form");
 if (form) {
-  form.addEventListener("submit", () => {
-    const button = form.querySelector("button");
-    button.disabled = true;
-    button.textContent = "Looking …";
-  });
+  const wait = (looking) => Object.assign(find("button", form), { disabled: looking, textContent: looking ? "Looking …" : "Look inside" });
+  form.addEventListener("submit", () => wait(true));
+  addEventListener("pageshow", () => wait(false));
   form.prompt.addEventListener("keydown", (event) => {
     if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
   });
-  addEventListener("pageshow", () => {
-    form.querySelector("button").disabled = false;
-    form.querySelector("button").textContent = "Look inside";
-  });
 }
-
-const find = (selector, within = document) => within.querySelector(selector);
-const all = (selector, within = document) => [...within.querySelectorAll(selector)];
 const word = (number) => data.texts[number];
 const quoted = (number) => "“" + word(number).trim() + "”";
 
@@ -93,20 +86,16 @@ function detail(side) {
   const list = element("ol");
   const next = side.tokens[side.at + 1];
   for (let i = 0; i < top.length; i += 2) {
-    const row = element("li", top[i] === next ? "right" : "");
-    const bar = element("span", "bar");
+    const row = element("li", top[i] === next ? "right" : ""), holder = element("span"), bar = element("span", "bar");
     bar.style.setProperty("--p", top[i + 1] || 0);
-    const holder = element("span");
     holder.append(bar);
     row.append(element("span", "", word(top[i])), holder, element("span", "", chance(top[i + 1])));
     list.append(row);
   }
-  const sentences = [];
-  if (next !== undefined) sentences.push(`The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}.`);
-  sentences.push(`Entropy ${entropy === null ? "–" : entropy.toFixed(2)} nats.`);
-  if (data.js && last) sentences.push(`A and B differ here by ${data.js[side.at] === null ? "–" : data.js[side.at].toPrecision(2)} nats (Jensen-Shannon).`);
+  const goes = next === undefined ? "" : `The text goes on with ${quoted(next)}: ${chance(given)}, its choice number ${rank}. `;
+  const apart = data.js && last ? ` A and B differ here by ${data.js[side.at]?.toPrecision(2) ?? "–"} nats (Jensen-Shannon).` : "";
   find("div", side.detail).replaceChildren(title, list);
-  find("p", side.detail).textContent = sentences.join(" ");
+  find("p", side.detail).textContent = `${goes}Entropy ${entropy?.toFixed(2) ?? "–"} nats.${apart}`;
 }
 
 // The chosen cell into sight, past the column that stays; sideways only, so that the page does not jump.
@@ -165,13 +154,7 @@ for (const side of sides) {
   });
 }
 // One strip stands for both sides where their tokens are the same.
-const strips = new Map(sides.map((side) => [side.strip[0], side]).reverse());
-for (const side of strips.values()) {
-  walk(side.strip, side.n, (at) => choose(side, { at }));
-}
-const repaint = () => {
-  for (const side of sides) side.drawn = undefined;
-  sides.forEach(draw);
-};
+for (const side of new Map(sides.map((side) => [side.strip[0], side]).reverse()).values()) walk(side.strip, side.n, (at) => choose(side, { at }));
+const repaint = () => sides.forEach((side) => draw(Object.assign(side, { drawn: undefined })));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 repaint();

@@ -1,18 +1,11 @@
 "use strict";
 const data = JSON.parse(document.getElementById("data").textContent);
 
-function element(tag, name, text) {
-  const made = document.createElement(tag);
-  if (name) made.className = name;
-  if (text !== undefined) made.textContent = text;
-  return made;
-}
+const element = (tag, name = "", text = "") => Object.assign(document.createElement(tag), { className: name, textContent: text });
 
 function chance(p) {
-  if (p === null) return "–";
-  if (p === 0) return "0 %";
-  if (p < 0.0001) return "< 0.01 %";
-  return (100 * p).toFixed(p < 0.01 ? 2 : 1) + "\u00a0%";
+  if (p === null || p === 0) return p === 0 ? "0 %" : "–";
+  return p < 0.0001 ? "< 0.01 %" : (100 * p).toFixed(p < 0.01 ? 2 : 1) + "\u00a0%";
 }
 
 const unpacked = (text) => Uint8Array.from(atob(text), (c) => c.charCodeAt(0));
