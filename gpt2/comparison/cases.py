@@ -201,13 +201,14 @@ def _encoded(cases: Iterable[tuple[str, tuple[str, ...]]], tokenizer: Tokenizer,
 
 
 def _classify(
-    model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: tuple[str, ...]
+    model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: Sequence[str]
 ) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
     losses, right, answers = list[float](), list[bool](), list[str]()
     names = model.classifier.classes if model.classifier else names
     for number, (text, (label, *_)) in enumerate(cases, 1):
-        index, ids = _index(label.strip(), names), tokenizer.encode_prompt(text)[: model.context]
+        ids, known = tokenizer.encode_prompt(text)[: model.context], {str(n): n for n in range(len(names))}
+        index = (known | {name: n for n, name in reversed([*enumerate(names)])}).get(label.strip())  # a name, or a number
         if index is None or not ids:
             why = f"the label {label!r} is no class of {model.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")
@@ -222,10 +223,3 @@ def _classify(
         answers.append(names[likeliest])
         progress(f"cases: {number:,} of {len(cases):,} texts")
     return scored(torch.tensor(losses, dtype=torch.float64), torch.tensor(right), bootstrap, model.context), answers, None
-
-
-def _index(label: str, names: Sequence[str]) -> int | None:
-    """Return the class of a label: its name, or its number."""
-    if label in names:
-        return names.index(label)
-    return int(label) if label.isdecimal() and int(label) < len(names) else None

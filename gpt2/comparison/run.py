@@ -6,6 +6,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ParamSpec, Protocol, cast, overload
 
@@ -110,8 +111,6 @@ def with_checkpoints(name: str) -> tuple[Saved, ...]:
 
 def _step(folder: Path) -> int | None:
     """Return the step of the best checkpoint, as the run recorded it."""
-    try:
-        step = json.loads(read_all(folder / "progress.json"))["step"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return number(step, int, 0)
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return number(json.loads(read_all(folder / "progress.json"))["step"], int, 0)
+    return None

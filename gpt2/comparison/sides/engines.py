@@ -10,7 +10,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -27,6 +27,7 @@ from gpt2.errors import InputError, user_path
 
 LONGEST_TOKEN = 4096  # bytes
 FILE_TYPE = "LLAMA_FTYPE_"  # llama.cpp's names of the types of a whole file begin so: LLAMA_FTYPE_MOSTLY_Q4_K_M
+CT2_TOKENS: dict[str, Callable[[str], Any]] = {"vocabulary.json": json.loads, "vocabulary.txt": str.splitlines}
 NAMES = ("model.onnx", "decoder_model.onnx", "decoder_model_merged.onnx", "onnx/model.onnx")
 TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int64)": np.int64, "tensor(int32)": np.int32}
 
@@ -209,10 +210,8 @@ class CTranslate2Side(EngineSide):
 
     @property
     def vocab_size(self) -> int | None:
-        for name in ("vocabulary.json", "vocabulary.txt"):
-            if (file := self.path / name).is_file():
-                return len(self.ask(partial(_entries, file)))
-        return None
+        file = next((file for name in CT2_TOKENS if (file := self.path / name).is_file()), None)
+        return None if file is None else len(self.ask(lambda: CT2_TOKENS[file.name](file.read_text(encoding="utf-8"))))
 
     def load(self, stack: ExitStack) -> Any:
         threads = torch.get_num_threads()  # "default" keeps the type of the stored weights
@@ -222,11 +221,6 @@ class CTranslate2Side(EngineSide):
     def run(self, ids: Tensor) -> Tensor:
         advice = "give a shorter context, as in --on TEXT:context=512"
         return torch.from_numpy(np.array(self.ask(lambda: self.program.forward_batch(ids.tolist()), advice)))
-
-
-def _entries(file: Path) -> Any:
-    text = file.read_text(encoding="utf-8")
-    return json.loads(text) if file.suffix == ".json" else text.splitlines()
 
 
 @dataclass(eq=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -50,18 +50,19 @@ class ComparedModel:
     revision: str | None
     parameters: int | None  # None where the side does not tell them
     config: dict[str, Any]  # empty where the side does not tell it
-    hashes: Callable[[], dict[str, str]] = field(repr=False, compare=False)
+    paths: Mapping[str, Path | str] = field(repr=False, compare=False)  # its files, or hashes of them, by name
     checkpoint: str | None = None  # its name, where it is one of stored files
     in_memory: bool = False  # a model, and no name of one
 
     @cached_property
     def files(self) -> dict[str, str]:
         """Name -> sha256 of its files, which are read when this is first asked for: JSON and pages alone show it."""
-        return self.hashes()
+        known = {name: path for name, path in self.paths.items() if isinstance(path, str) or path.exists()}
+        return {name: path if isinstance(path, str) else sha256(path) for name, path in known.items()}
 
     def hashed(self) -> ComparedModel:
         """Return the same, its files read now: they may be gone when a report is written."""
-        return replace(self, hashes=partial(dict[str, str], self.files))
+        return replace(self, paths=self.files)
 
     @property
     def official(self) -> Official | None:
@@ -239,11 +240,7 @@ class Side(ABC):
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
         stored = self.checkpoint.name if self.checkpoint and self.files else None
         about = self.name, self.implementation, self.stored, self.revision, parameters, config
-        return Model(*about, partial(_hashes, self.files), stored, self.in_memory)
-
-
-def _hashes(files: Mapping[str, Path]) -> dict[str, str]:
-    return {name: sha256(path) for name, path in files.items() if path.exists()}
+        return Model(*about, self.files, stored, self.in_memory)
 
 
 def vocabulary(*known: Side | Tokenizer | None) -> int:

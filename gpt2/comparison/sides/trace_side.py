@@ -17,7 +17,6 @@ import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,8 +102,7 @@ class TraceSide(Side):
                 raise ValueError("its activations are not of its tokens")
         by = f"{side.get('implementation', 'float64')}, saved by gpt2-toolkit {about['version']}" if about else "another program"
         dtype, parameters = side.get("dtype", side.get("stored", "")), config.num_parameters() if config else None
-        files = partial(dict[str, str], side.get("files", {}))
-        model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), files)
+        model = Model(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), side.get("files", {}))
         passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
         return cls(name, model, rows, passage, traced, config)
 
