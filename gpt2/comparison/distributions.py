@@ -99,30 +99,17 @@ class Distributions:
 
 def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
     """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths, ``seed`` is for the bootstrap."""
-    bootstrap = Bootstrap(len(tokens), seed)
-    lengths = token_bytes[tokens.targets]
-    change = tokens.change
-    squares = change.square()
-    rms = bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt())
+    bootstrap, lengths, squares = Bootstrap(len(tokens), seed), token_bytes[tokens.targets], tokens.change.square()
     gained = gain(tokens.logp_a, tokens.logp_b)
     bits = -gained / math.log(2)
+    a, b = (language(logp, lengths, tokens.windows, bootstrap) for logp in (tokens.logp_a, tokens.logp_b))
     per_byte = bootstrap.interval((bits.sum() / lengths.sum()).item(), bootstrap.means(bits, lengths))
-    return Distributions(
-        a=language(tokens.logp_a, lengths, tokens.windows, bootstrap),
-        b=language(tokens.logp_b, lengths, tokens.windows, bootstrap),
-        ratio=perplexity_ratio(tokens.logp_a, tokens.logp_b, bootstrap),
-        difference=bootstrap.mean(gained),
-        bits=per_byte,
-        kl_ab=_divergence(tokens.kl_ab, tokens.index, bootstrap),
-        kl_ba=_divergence(tokens.kl_ba, tokens.index, bootstrap),
-        js=_divergence(tokens.js, tokens.index, bootstrap),
-        same_top=bootstrap.fraction(tokens.same_top),
-        change=Change(bootstrap.mean(change), rms),
-        by_position=_by_position(tokens),
-        only_a=bootstrap.mean(tokens.only_a),
-        only_b=bootstrap.mean(tokens.only_b),
-        tokens=len(tokens),
-    )
+    score = a, b, perplexity_ratio(tokens.logp_a, tokens.logp_b, bootstrap), bootstrap.mean(gained), per_byte
+    kl_ab, kl_ba, js = (_divergence(each, tokens.index, bootstrap) for each in (tokens.kl_ab, tokens.kl_ba, tokens.js))
+    rms = bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt())
+    change, same_top = Change(bootstrap.mean(tokens.change), rms), bootstrap.fraction(tokens.same_top)
+    only_a, only_b = bootstrap.mean(tokens.only_a), bootstrap.mean(tokens.only_b)
+    return Distributions(*score, kl_ab, kl_ba, js, same_top, change, _by_position(tokens), only_a, only_b, len(tokens))
 
 
 def gain(logp_a: Tensor, logp_b: Tensor) -> Tensor:

@@ -121,10 +121,10 @@ def check_export(
 def _types(model: GPT2, done: Export) -> dict[str, str]:
     """Return the type in which each parameter is stored."""
     state = model.state_dict()
+    own = OF_DTYPE[dtype := model.wte.weight.dtype]
     if done.format != "gguf":
-        type = done.type if done.format == "llmc" else OF_DTYPE.get(model.wte.weight.dtype, "f32")
-        return dict.fromkeys(state, "f64" if model.wte.weight.dtype == torch.float64 and done.format == "hf" else type)
-    kept, own = parameters_of(done.keep, state), OF_DTYPE[model.wte.weight.dtype]
+        return dict.fromkeys(state, done.type if done.format == "llmc" else "f64" if dtype == torch.float64 else own)
+    kept = parameters_of(done.keep, state)
     return {name: type_of(name, tensor.shape, own if name in kept else done.type) for name, tensor in state.items()}
 
 

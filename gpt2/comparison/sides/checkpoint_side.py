@@ -41,21 +41,13 @@ class CheckpointSide(Side):
 
     @classmethod
     def open(
-        cls,
-        name: str,
-        *,
-        revision: str | None = None,
-        offline: bool = False,
-        dtype: str | None = None,
-        device: str | torch.device = "cpu",
+        cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None, device: str = "cpu"
     ) -> CheckpointSide:
         """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none."""
         hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
-        default = None if dtype is None else dtype_name(dtype, VERIFIES)
+        default, where = None if dtype is None else dtype_name(dtype, VERIFIES), require_device(device)
         parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, VERIFIES if hf else RUNS, revision=revision)
-        parsed = replace(parsed, dtype=parsed.dtype or default)
-        where = require_device(device)
-        checkpoint = open_checkpoint(parsed, offline=offline)
+        checkpoint = open_checkpoint(replace(parsed, dtype=parsed.dtype or default), offline=offline)
         return cls(name, hf, checkpoint, require_device(where, checkpoint.dtype))
 
     @property
