@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,7 +149,8 @@ def find_blame(
         other = b(name).to(weights_a[name].dtype)
         if not torch.equal(weights_a[name], other):
             changed[name] = other
-    parts, halves = _grouped(changed, _part), _grouped([name for name in changed if layer(name) is not None], _half)
+    parts = {part: frozenset(own) for part, own in itertools.groupby(changed, _part)}
+    halves = {half: frozenset(own) for half, own in itertools.groupby(changed, _half) if half}
     in_order = list(itertools.accumulate(parts.values(), lambda before, own: before | own))
     variants = dict.fromkeys([whole := frozenset(changed), *parts.values(), *in_order, *halves.values()])
     effects = {taken: list[tuple[Tensor, Tensor]]() for taken in variants}  # KL and gain of each token, float64
@@ -182,12 +183,6 @@ def _part(name: str) -> str:
 
 
 def _half(name: str) -> str:
-    """Return the half of a block to which a parameter belongs: ``h.3.attn`` or ``h.3.mlp``, each with its norm."""
-    return f"h.{layer(name)}.{'attn' if name.split('.')[2] in ('ln_1', 'attn') else 'mlp'}"
-
-
-def _grouped(names: Iterable[str], group: Callable[[str], str]) -> dict[str, frozenset[str]]:
-    groups = dict[str, frozenset[str]]()
-    for name in names:
-        groups[group(name)] = groups.get(group(name), frozenset()) | {name}
-    return groups
+    """Return the half of a block to which a parameter belongs, each with its norm: ``h.3.attn`` or ``h.3.mlp``; "" of others."""
+    number, module = layer(name), name.split(".")[-2]
+    return "" if number is None else f"h.{number}.{'attn' if '.attn.' in name or module == 'ln_1' else 'mlp'}"

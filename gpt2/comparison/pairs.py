@@ -86,14 +86,12 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     if several:
         heads = Compatibility((), fits[0].vocabularies, heads_left_out(first))
         whole = Pair(a, first.size, first.speed, own, heads, last_words, (logp, logp))
-        each = zip((whole, *pairs), (first, *others), models, strict=True)
-        candidates = tuple(
+        every = [
             replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
-            for pair, side, saved in each
-        )
-        ranking, spent = _ranking(candidates, seed), sum(each.seconds for each in (first, *others))
-        seconds = time.perf_counter() - started
-        return Comparisons(candidates, passage.scored, env, seed, seconds, spent, ranking=ranking)
+            for pair, side, saved in zip((whole, *pairs), sides, models, strict=True)
+        ]
+        seconds, spent = time.perf_counter() - started, sum(side.seconds for side in sides)
+        return Comparisons(tuple(every), passage.scored, env, seed, seconds, spent, _ranking(every, seed))
     (pair,) = pairs
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
     parts_of = ("distributions", "weights", "activations", "words", "cases", "floor")

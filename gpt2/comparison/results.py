@@ -82,12 +82,6 @@ class Comparison(Printed):
         return self.text.cut
 
     @property
-    def bits_per(self) -> str:
-        """The unit of bits per byte; ids without a tokenizer have no bytes, so their unit is the token."""
-        known = self.text.sha256 or any(score.bytes != score.tokens for score in self.scores)
-        return "bits per byte" if known else "bits per token"
-
-    @property
     def above_floor(self) -> str:
         """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
         floor, both = self.floor, self.distributions
@@ -200,7 +194,7 @@ class Comparison(Printed):
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
         if (both := self.distributions) is not None:
             yield "perplexity", perplexities, f"× {both.ratio.text('.3f')}"
-            yield self.bits_per, bits, ""
+            yield _bits_per(self.text, self.scores), bits, ""
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")
@@ -234,6 +228,11 @@ class Comparison(Printed):
             yield title, past.point if past else "nowhere", f"{past.error:.2g}" if past else ""
         if self.ok:
             yield Styled("IDENTICAL", "bold green"), "in all that was measured", ""
+
+
+def _bits_per(text: Scored, scores: Sequence[LanguageScore]) -> str:
+    """Return the unit of bits per byte; ids without a tokenizer have no bytes, so their unit is the token."""
+    return "bits per byte" if text.sha256 or any(score.bytes != score.tokens for score in scores) else "bits per token"
 
 
 def _prediction(both: Distributions) -> str:
@@ -411,8 +410,7 @@ class Comparisons(Printed):
 
     @property
     def bits_per(self) -> str:
-        """The unit of bits per byte; random ids have no bytes, so their unit is the token."""
-        return "bits/byte" if self.text.sha256 else "bits/token"
+        return _bits_per(self.text, [each.language.score for each in self.candidates]).replace(" per ", "/")
 
     def to_json(self) -> str:
         """Return everything as JSON, with the models, the text, versions and hashes."""
