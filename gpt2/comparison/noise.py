@@ -16,7 +16,7 @@ from gpt2.comparison.passage import Scored
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.engines import EngineSide
 from gpt2.comparison.sides.opening import open_passage, open_side
-from gpt2.comparison.sides.side import Model, Side, environment_of
+from gpt2.comparison.sides.side import ComparedModel, Side, environment_of
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label
 from gpt2.measure.estimates import Bootstrap, Estimate

@@ -313,7 +313,7 @@ class Pair:
     not the first's. ``moved`` is the norm of the weights' change from the first model over the norm.
     """
 
-    model: Model
+    model: ComparedModel
     size: int | None
     tokens_per_second: float
     language: Language

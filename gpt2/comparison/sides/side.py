@@ -235,12 +235,12 @@ class Side(ABC):
         """Return the parts of a comparison of (1, T) ``ids`` that turn out not to be shown, each with the reason."""
         return {}
 
-    def describe(self) -> Model:
+    def describe(self) -> ComparedModel:
         """Return everything needed to run this side again; no file is read yet."""
         config, parameters = (asdict(self.config), self.config.num_parameters()) if self.config else ({}, None)
         stored = self.checkpoint.name if self.checkpoint and self.files else None
         about = self.name, self.implementation, self.stored, self.revision, parameters, config
-        return Model(*about, self.files, stored, self.in_memory)
+        return ComparedModel(*about, self.files, stored, self.in_memory)
 
 
 def vocabulary(*known: Side | Tokenizer | None) -> int:

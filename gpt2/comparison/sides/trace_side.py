@@ -28,7 +28,7 @@ from gpt2 import __version__
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.saving import safetensors_header, write_pieces
 from gpt2.comparison.passage import Passage, Scored
-from gpt2.comparison.sides.side import Model, Shown, Side, environment_of
+from gpt2.comparison.sides.side import ComparedModel, Shown, Side, environment_of
 from gpt2.config import GPT2Config
 from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError, InputError, user_path
@@ -102,7 +102,7 @@ class TraceSide(Side):
                 raise ValueError("its activations are not of its tokens")
         by = f"{side.get('implementation', 'float64')}, saved by gpt2-toolkit {about['version']}" if about else "another program"
         dtype, parameters = side.get("dtype", side.get("stored", "")), config.num_parameters() if config else None
-        model = Model(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), side.get("files", {}))
+        model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), side.get("files", {}))
         passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
         return cls(name, model, rows, passage, traced, config)
 
