@@ -16,7 +16,7 @@ from gpt2.errors import InputError
 from gpt2.measure.environment import Environment
 from gpt2.measure.metrics import MAX_JS
 from gpt2.pages.rendering import pack_lower, percent, readable, render, short_names, visible
-from gpt2.pages.reports import Line, Printed, Section, Styled, as_json, bold, dim
+from gpt2.pages.reports import Line, Printed, Section, Styled, as_json, bold, dim, pieces, plain
 
 MAX_TOKENS = 128  # of a prompt, side by side on a page
 MAX_WEIGHTS = 3_000_000  # attention weights of one model, a page of about 4 MB
@@ -143,8 +143,9 @@ def _heading(names: Sequence[str]) -> Line:
 
 def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
     """Return the page with the prompt's field and the error message."""
-    shown = {"command": Exploration.command, "heading": _heading([visible(name) for name in names])}
-    return render("lens", {}, served=True, prompt=prompt[:MAX_CHARACTERS], error=str(error), characters=MAX_CHARACTERS, **shown)
+    heading, known = _heading([visible(name) for name in names]), {"error": str(error), "characters": MAX_CHARACTERS}
+    shown = {"command": Exploration.command, "served": True, "prompt": prompt[:MAX_CHARACTERS], **known}
+    return render("lens", {}, heading=heading, pieces=pieces, plain=plain, **shown)
 
 
 def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gpt2.pages.drawing import LEVELS, power_of_ten
-from gpt2.pages.reports import pieces, plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +33,7 @@ def render(script: str, data: object, **values: Any) -> str:
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"pct": percent, "svg": Markup}
-    environment.globals |= {"levels": LEVELS, "zip": zip, "data": data, "pieces": pieces, "plain": plain}
+    environment.globals |= {"levels": LEVELS, "zip": zip, "data": data}
     code = "".join(loader.get_source(environment, part)[0] for part in (script and ("shared.js", f"{script}.js")))
     digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     values = {"body": "", "kind": "", "served": False, "error": None, "sections": (), **values}

@@ -150,7 +150,8 @@ class Printed(ABC):
         from gpt2.pages.rendering import render
 
         data, (heading, *sections) = self.page_data(), (*self.sections(), *self.origin())
-        return render(self.script, data, command=self.command, heading=heading.note, sections=sections, **values)
+        shown = {"command": self.command, "heading": heading.note, "sections": sections}
+        return render(self.script, data, pieces=pieces, plain=plain, **shown, **values)
 
     def save_html(self, path: str | Path) -> None:
         """Write :meth:`html`. Raises InputError: the file cannot be written."""
