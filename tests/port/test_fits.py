@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from port.test_walk import checkpoint
-from support.programs.bed import Bed, Shape
+from support.programs.fourteenth import FourteenthBed, Shape
 
 import gpt2
 from gpt2.config import GPT2Config
@@ -58,15 +58,15 @@ FAULTS: dict[str, tuple[str, str, str, Change]] = {
 
 
 @pytest.fixture(scope="module")
-def bed(tmp_path_factory: pytest.TempPathFactory) -> Bed:
-    return Bed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
+def bed(tmp_path_factory: pytest.TempPathFactory) -> FourteenthBed:
+    return FourteenthBed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
 
 
 QUICK = (None, "columns backwards")
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in (None, *FAULTS)])
-def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: Bed, fault: str | None) -> None:
+def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: FourteenthBed, fault: str | None) -> None:
     """Bug: each unseen set of programs fell with causes that nobody had listed. Control: without a fault, the dump is equal."""
     model = gpt2.load(str(bed.model), dtype="float64")
     simulation = Model(model.state_dict(), model.config, torch.from_numpy(bed.ids))

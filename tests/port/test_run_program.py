@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.programs.bed import Shape
-from support.programs.fourteenth import FourteenthBed
+from support.programs.fourteenth import FourteenthBed, Shape
 
 import gpt2
 from gpt2.cli.main import main
