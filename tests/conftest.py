@@ -1,22 +1,25 @@
-"""Shared fixtures and settings: tests run in one process per core, so each process uses one thread."""
+"""Shared fixtures and settings: tests run in one process per core, so each process uses one thread.
+
+What a test leaves behind, another one finds: these fixtures fail the test that left it.
+"""
 
 import gc
+import logging
 import os
+import signal
+import sys
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # the Hub's client reads it when it is imported, by whichever test is the first
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
-LARGE = ("test_embedded",)  # gigabytes: one after another, beside the small ones
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:
-        if item.path.stem in LARGE:
-            item.add_marker(pytest.mark.xdist_group("large"))
+SET = ("PYTEST_CURRENT_TEST", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")  # by pytest, a command of ours and torch
+LOGGERS = [logging.getLogger(name) for name in ("root", "gpt2")]
 
 
 def pytest_collection_finish() -> None:
@@ -35,6 +38,48 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from xdist.scheduler import WorkStealingScheduling
 
     return WorkStealingScheduling(config, log)
+
+
+def of_the_process() -> dict[str, object]:
+    """What every test of the process reads."""
+    found: dict[str, object] = {f"${key}": value for key, value in os.environ.items() if key not in SET}
+    found |= {"folder": os.getcwd(), "path": list(sys.path)}
+    found |= {number.name: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    found["logging"] = [(logger.level, logger.propagate, len(logger.handlers)) for logger in LOGGERS]
+    if torch := sys.modules.get("torch"):
+        found["torch"] = (
+            torch.get_num_threads(),
+            torch.get_default_dtype(),
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+        )
+    return found
+
+
+def of_the_package() -> dict[str, object]:
+    """The functions, classes and numbers in the modules of the package that are imported."""
+    own = [(name, module) for name, module in sys.modules.items() if name.partition(".")[0] == "gpt2"]
+    return {f"{name}.{key}": value for name, module in own for key, value in vars(module).items() if key[:2] != "__"}
+
+
+@pytest.fixture(autouse=True)
+def the_process_is_left_as_it_was() -> Iterator[None]:
+    """A test that read damaged files left torch with one thread: a run of training, resumed in another process, differed."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(0)  # what is drawn without a generator does not depend on the tests before
+    before = of_the_process()
+    yield
+    after = of_the_process()
+    assert {key: after.get(key) for key in before | after} == {key: before.get(key) for key in before | after}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def the_package_is_left_as_it_was() -> Iterator[None]:
+    """What a test puts in a function's place, and leaves there, every later test calls."""
+    before = of_the_package()
+    yield
+    after = of_the_package()
+    assert [key for key, value in before.items() if after.get(key) is not value] == []
 
 
 @pytest.fixture

@@ -129,9 +129,8 @@ def test_files_of_a_trainer_are_no_weights(tmp_path: Path) -> None:
     assert torch.equal(gpt2.load(str(tmp_path)).wte.weight, truth["wte.weight"])
 
 
-def test_one_name_of_a_tied_pair_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_name_of_a_tied_pair_is_enough(tmp_path: Path) -> None:
     """safetensors' save_model keeps the first name of the two, which is the head's."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
 
@@ -168,9 +167,8 @@ HEADS = {
 
 @pytest.mark.parametrize("kind", HEADS)
 @pytest.mark.parametrize("prefix", ["", "module."])
-def test_another_head_is_left_out_and_said(tmp_path: Path, kind: str, prefix: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_head_is_left_out_and_said(tmp_path: Path, kind: str, prefix: str) -> None:
     """A classifier is a GPT-2 with one more matrix; the language model inside is whole."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     truth, head = weights(), begin(prefix)(HEADS[kind])
     write_config(tmp_path)
     torch.save(begin(prefix)(saved(truth)) | head, tmp_path / "pytorch_model.bin")

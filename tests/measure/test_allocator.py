@@ -35,7 +35,6 @@ print(faults(lambda: [step() for _ in range(3)]))
 def test_steps_after_the_first_touch_hardly_a_new_page():
     """mallopt accepts a wrong parameter number without an error and without effect."""
     kept, given_back = (int(forks.run("-c", STEP, how).stdout) for how in ("kept", "given back"))
-    assert given_back > 50_000
     assert kept < given_back / 4  # a block occasionally starts at another address
 
 

@@ -33,11 +33,6 @@ from gpt2.parity.findings import Findings
 TRAINED: dict[str, dict[str, bytes]] = {}  # the files of each kind
 
 
-@pytest.fixture(autouse=True)
-def _no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-
-
 def made(kind: str, folder: Path) -> Path:
     """A folder with that kind of tokenizer and GPT-2's config, as on the Hub."""
     if kind in ("T5", "GPT-SW3") and importlib.util.find_spec("sentencepiece") is None:

@@ -109,7 +109,7 @@ def turned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def transformers_saved(
     directory: Path, config: GPT2Config = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "5GB"
 ) -> dict[str, Tensor]:
-    """The files that transformers' `save_pretrained` writes. Set HF_HUB_OFFLINE=1 first."""
+    """The files that transformers' `save_pretrained` writes."""
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
 

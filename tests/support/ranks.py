@@ -49,7 +49,7 @@ def job(size: int, work: Callable[[int], object]) -> list:
         process.start()
     found = dict(results.get(timeout=120) for _ in ranks)
     for process in ranks:
-        process.join(30)
+        process.join()
         assert process.exitcode == 0
     return [found[rank] for rank in range(size)]
 

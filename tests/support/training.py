@@ -6,13 +6,19 @@ import json
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+
+import torch
+from torch import nn
 
 from gpt2.checkpoint.card import CURVES
 from gpt2.checkpoint.saving import CARD
-from gpt2.train import state
-from gpt2.train.loop import Logged, train
+from gpt2.train import parallel, state
+from gpt2.train.feed import Feed
+from gpt2.train.loop import Logged
+from gpt2.train.recipe import Recipe
+from gpt2.train.step import optimizer_step
 
 OF_CARD = (CARD, CURVES)
 TIMINGS = ("tokens_per_second", "seconds_left", "mfu", "rank_tokens_per_second")
@@ -53,6 +59,26 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
+def one_step(scored: nn.Module, feed: Feed, recipe: Recipe) -> dict[str, torch.Tensor]:
+    """The loss, the norm, and each gradient of one step as the optimizer receives it, by the parameter's name."""
+    caught: dict[str, torch.Tensor] = {}
+
+    class Catch(torch.optim.SGD):
+        def step(self, closure: object = None) -> None:
+            own = {name.removeprefix("module.").removeprefix("model."): p for name, p in scored.named_parameters()}
+            caught.update({name: parallel.full(p.grad).clone() for name, p in own.items()})
+
+    found = optimizer_step(scored, Catch(scored.parameters(), lr=0.0), feed, recipe, 3, 0.0)
+    return {name: torch.tensor(value) for name, value in zip(("loss", "norm"), found, strict=True)} | caught
+
+
+def furthest(found: Mapping[str, object], expected: Mapping[str, object]) -> float:
+    """The largest difference, relative to the largest entry of its tensor."""
+    assert found.keys() == expected.keys()
+    pairs = [(torch.as_tensor(found[name]).double(), torch.as_tensor(expected[name]).double()) for name in expected]
+    return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
+
+
 def forkserver() -> multiprocessing.context.ForkServerContext:
     """A context that forks processes from a server with the imports of the first step: 2 s less for each."""
     context = multiprocessing.get_context("forkserver")
@@ -60,11 +86,12 @@ def forkserver() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def start(*args: object, **kwargs: object) -> multiprocessing.Process:
-    """``train`` in a process of its own."""
-    process = forkserver().Process(target=train, args=args, kwargs=kwargs)
+def killed(target: Callable[..., object], *args: object) -> None:
+    """Run ``target`` in a process of its own, in which it ends itself by SIGKILL."""
+    process = forkserver().Process(target=target, args=args)
     process.start()
-    return process
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
 
 
 def logged_steps(folder: Path) -> int:

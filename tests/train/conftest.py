@@ -22,7 +22,7 @@ def speeches(count: int) -> str:
     )
 
 
-@pytest.fixture(scope="session", autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def no_power_cuts():
     """Replace fsync by nothing: it takes half of the time of such a run. Another test checks which files are synced, and when."""
     with pytest.MonkeyPatch.context() as patch:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.ranks import job
-from support.training import metrics, outcome, stop_at
+from support.training import furthest, metrics, one_step, outcome, stop_at
 
 from gpt2.comparison.cases import read_cases
 from gpt2.config import GPT2Config
@@ -41,15 +41,6 @@ def gradients(trained: GPT2, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     trained.zero_grad()
     loss.backward()
     return {"loss": loss.detach()} | {name: parameter.grad.clone() for name, parameter in trained.named_parameters()}
-
-
-def furthest(found: dict[str, torch.Tensor | np.ndarray], expected: dict[str, torch.Tensor | np.ndarray]) -> float:
-    """The largest difference, relative to the largest entry of its tensor; printed, for `pytest -rP`."""
-    assert found.keys() == expected.keys()
-    found, expected = ({name: torch.as_tensor(value) for name, value in each.items()} for each in (found, expected))
-    largest = max(((found[k] - expected[k]).abs().max() / expected[k].abs().max()).item() for k in expected)
-    print(f"{largest:.1e}")
-    return largest
 
 
 def answers(seed: int, count: int) -> list[tuple[list[int], list[int]]]:
@@ -126,12 +117,7 @@ class Step:
 
     def gradients(self, ranks: parallel.Ranks) -> dict[str, np.ndarray]:
         """Separate, because freeing DDP's objects after the process group is destroyed hangs."""
-        caught, trained = {}, model()
-
-        class Catch(torch.optim.SGD):
-            def step(self, closure=None):
-                caught.update({name: parallel.full(p.grad).clone() for name, p in trained.named_parameters()})
-
+        trained = model()
         rng = np.random.default_rng(2)
         ids = rng.integers(0, 13, 900)
         marks = np.where(rng.random(900) ** 3 * 3 < np.arange(900) % 17 / 16, SCORED, READ).astype(np.uint8)
@@ -140,11 +126,11 @@ class Step:
             real = feed.send
             feed.send = lambda *args: real(*args)._replace(scored=torch.full((self.recipe.batch_size // ranks.size,), T))
         scored = parallel.wrap(WithLoss(trained, partial=True), self.recipe, ranks)
-        loss, _ = loop.optimizer_step(scored, Catch(trained.parameters(), lr=0.0), feed, self.recipe, 3, 0.0)
+        caught = one_step(scored, feed, self.recipe)
         text = Corpus(chars_of("abcdefghijklm"), ids, ids[:311], "", marks, marks[:311], end=feed.end)
         with parallel.whole(scored):
             held_out = scores(trained, text, self.recipe, ranks)
-        values = {"loss": loss, "held out": held_out[0].loss, "held out, all": held_out[1].loss, "tokens": held_out[0].tokens}
+        values = {"held out": held_out[0].loss, "held out, all": held_out[1].loss, "tokens": held_out[0].tokens}
         return {name: np.asarray(value) for name, value in (values | caught).items()}
 
 

@@ -47,9 +47,8 @@ def run(labelled: Recipe, whole: Path, tmp_path_factory: pytest.TempPathFactory)
     return folder
 
 
-def test_it_learns_and_is_transformers_own_model(run: Path, labelled: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_learns_and_is_transformers_own_model(run: Path, labelled: Recipe) -> None:
     """The class of another token than the last, or a head written under another name, is another model."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     from transformers import GPT2ForSequenceClassification
 
     theirs = GPT2ForSequenceClassification.from_pretrained(run / "best", dtype=torch.float64).eval()

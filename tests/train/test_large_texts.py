@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import signal
 import time
 from collections import Counter
 from dataclasses import replace
@@ -11,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from support.commands import ASSET, alive, refusal
-from support.training import forkserver
+from support.training import killed
 
 from gpt2.data import documents, from_directory, tokenizing
 from gpt2.train.corpus import Corpus, corpus
@@ -83,6 +84,20 @@ def test_a_text_in_pieces_is_the_whole_text(recipe, tmp_path, monkeypatch):
     assert TOKENIZER.decode([*alone.train_ids, *alone.val_ids]) == "one " * 3000 + "<|endoftext|>"
 
 
+def tokenized_and_killed(recipe: Recipe, children: Path) -> None:
+    """Tokenize, and be killed behind the first progress that is saved; ``children`` gets the processes that tokenize."""
+    save = tokenizing._save
+
+    def save_and_end(*args):
+        save(*args)
+        tasks = Path("/proc/self/task").glob("*/children")  # Linux
+        children.write_text(" ".join(each.read_text() for each in tasks))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    tokenizing._save = save_and_end
+    read(recipe, 0)
+
+
 def test_killed_while_tokenizing(recipe, table, tmp_path):
     """After SIGKILL, what was written goes on where its sizes were saved; a byte behind them would shift every later token.
 
@@ -93,18 +108,11 @@ def test_killed_while_tokenizing(recipe, table, tmp_path):
         path.parent.mkdir()
         path.write_bytes(table.read_bytes() * 4)
         os.utime(path, (1, 1))
-    killed, whole = (replace(recipe, data=Data(path=str(path))) for path in paths)
-    process = forkserver().Process(target=read, args=(killed, 0))
-    process.start()
-    saved = []
-    while not saved and process.is_alive():
-        saved = list(Path(f"{paths[0]}.tokens").glob("*/progress.json"))
-        time.sleep(0.001)
-    tasks = Path(f"/proc/{process.pid}/task").glob("*/children")  # Linux
-    children = [pid for each in tasks for pid in each.read_text().split()]
-    process.kill()
-    process.join()
-    deadline = time.monotonic() + 20
+    stopped, whole = (replace(recipe, data=Data(path=str(path))) for path in paths)
+    killed(tokenized_and_killed, stopped, tmp_path / "children")
+    children = (tmp_path / "children").read_text().split()
+    assert children
+    deadline = time.monotonic() + 120  # for those that wait for ever
     while any(map(alive, children)):
         assert time.monotonic() < deadline, "they still run"
         time.sleep(0.01)
@@ -113,7 +121,7 @@ def test_killed_while_tokenizing(recipe, table, tmp_path):
     with open(folder / "train.bin", "ab") as file:
         file.write(b"torn")
     assert json.loads((folder / "progress.json").read_text())["read"] > 0
-    again, expected = read(killed, 0), read(whole, 0)
+    again, expected = read(stopped, 0), read(whole, 0)
     assert (again.sha256, again.tally) == (expected.sha256, expected.tally)
     assert np.array_equal(again.train_ids, expected.train_ids)
 

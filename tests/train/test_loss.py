@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.random_models import random_model
+from support.training import furthest
 
 from gpt2.config import GPT2Config
 from gpt2.lora import inject
@@ -50,19 +51,13 @@ def gradients(model, score, scale=1.0) -> dict[str, torch.Tensor]:
     return {"loss": value.detach()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-def distance(ours, theirs) -> float:
-    """The largest difference, relative to the largest entry of its tensor."""
-    assert ours.keys() == theirs.keys()
-    return max(((ours[k].double() - theirs[k].double()).abs().max() / theirs[k].double().abs().max()).item() for k in ours)
-
-
 @pytest.mark.parametrize("scale", [1.0, 0.25])
 @pytest.mark.parametrize("tied", [True, False])
 def test_loss_and_gradients_are_the_plain_ones(model, windows, scale, tied):
     """Possible bugs: the mean of a part instead of the batch, a target subtracted twice, missing rows of the embedding."""
     model = model if tied else random_model(replace(model.config, tie_word_embeddings=False), 0.3)
     reference = gradients(model, lambda m: plain(m, *windows), scale)
-    assert distance(gradients(model, lambda m: WithLoss(m)(*windows), scale), reference) < 1e-13
+    assert furthest(gradients(model, lambda m: WithLoss(m)(*windows), scale), reference) < 1e-13
 
 
 def broken_rows(ctx, grad):
@@ -88,7 +83,7 @@ def test_what_is_broken_is_seen(model, windows, monkeypatch, where, name, broken
     """Negative controls: among them parts that do not cover every row."""
     monkeypatch.setattr(where, name, broken)
     reference = gradients(model, lambda m: plain(m, *windows), 0.25)
-    assert distance(gradients(model, lambda m: WithLoss(m)(*windows), 0.25), reference) > 1e-2
+    assert furthest(gradients(model, lambda m: WithLoss(m)(*windows), 0.25), reference) > 1e-2
 
 
 @pytest.mark.parametrize(("precision", "aligned"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 64)])
@@ -103,7 +98,7 @@ def test_rounding_is_no_worse_than_the_plain_loss(model, windows, monkeypatch, p
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == torch.bfloat16):
             found = gradients(single, score)
         assert all(g.dtype == torch.float32 for g in found.values())
-        return distance(found, exact)
+        return furthest(found, exact)
 
     ours, theirs = error(lambda m: WithLoss(m)(*windows)), error(lambda m: plain(m, *windows))
     assert ours < 1.5 * theirs
@@ -116,7 +111,7 @@ def test_large_logits_do_not_overflow(model, windows):
     single = model.float()
     ours, theirs = gradients(single, lambda m: WithLoss(m)(*windows)), gradients(single, lambda m: plain(m, *windows))
     assert ours["loss"].item() == pytest.approx(theirs["loss"].item(), rel=1e-6)
-    assert distance(ours, theirs) < 1e-4
+    assert furthest(ours, theirs) < 1e-4
 
 
 def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
@@ -127,7 +122,7 @@ def test_beside_adapters_the_frozen_embedding_gets_no_gradient(model, windows):
             parameter.data += 0.1 * torch.randn_like(parameter)
     ours = gradients(adapted, lambda m: WithLoss(m)(*windows))
     assert "wte.weight" not in ours
-    assert distance(ours, gradients(adapted, lambda m: plain(m, *windows))) < 1e-13
+    assert furthest(ours, gradients(adapted, lambda m: plain(m, *windows))) < 1e-13
 
 
 def test_the_logits_are_never_whole(model, windows, monkeypatch):

@@ -7,13 +7,13 @@ import random
 import shlex
 import shutil
 import signal
-import time
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from support.commands import refusal
-from support.training import flip, forkserver, logged_steps, metrics, outcome, start, stop_at
+from support.training import flip, killed, metrics, outcome, stop_at
 
 from gpt2.errors import InputError
 from gpt2.train import loop, state
@@ -256,10 +256,7 @@ def cleared_and_killed(recipe: Recipe, run: Path, last: str) -> None:
 
 def test_a_fresh_start_that_is_killed_while_it_clears_is_the_run_that_goes_on(recipe, run, undisturbed):
     """Started again without --fresh, it resumed what was left of the old run."""
-    process = forkserver().Process(target=cleared_and_killed, args=(recipe, run, "step-10"))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    killed(cleared_and_killed, recipe, run, "step-10")
     assert (run / "metrics.jsonl").exists(), "killed when the folder was clear"
     with pytest.raises(InputError, match="holds a run of another recipe"):
         train(replace(recipe, steps=3), run)
@@ -303,26 +300,33 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tm
 # Killed
 
 
+def trained_and_killed(recipe: Recipe, run: Path, init: str | None, at: int) -> None:
+    """Train, and be killed when a file of the run is opened, renamed or removed for the ``at``-th time."""
+    left = iter(range(at - 1))
+
+    def count(event: str, given: tuple[object, ...]) -> None:
+        counts = event in ("open", "os.rename", "os.remove", "os.mkdir", "os.rmdir") and str(run) in str(given)
+        if counts and next(left, None) is None:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(count)
+    train(recipe, run, init=init)
+
+
 @pytest.mark.parametrize(("trains", "seed"), [("weights", 1), pytest.param("adapters", 3, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
-    """SIGKILL during a step, a rename, a log line or an evaluation: the run must resume exactly from what is on the disk."""
+    """SIGKILL behind a step, or amid a checkpoint or an evaluation: the run must resume exactly from what is on the disk.
+
+    At moments that the run counts: with a clock, a busy machine killed it before the first step, or when it was done.
+    """
     long = replace(recipe, steps=45, eval_every=2, save_every=3, lora=Lora(r=2 if trains == "adapters" else 0, dropout=0.1))
     init = str(init) if trains == "adapters" else None
     run, rng, reached = tmp_path / "run", random.Random(seed), []
     train(long, tmp_path / "whole", init=init)
     for _ in range(4):
-        process = start(long, run, init=init)
-        aim = (reached[-1] if reached else 0) + rng.randint(4, 7)  # more than one or two checkpoints
-        while process.is_alive() and logged_steps(run) < aim:
-            time.sleep(0.002)
-        time.sleep(rng.uniform(0, 0.1))
-        process.kill()
-        process.join()
-        assert process.exitcode in (-signal.SIGKILL, 0)
+        killed(trained_and_killed, long, run, init, rng.randint(250, 400))
         reached.append(max((int(path.name[5:]) for path in state.checkpoints(run)), default=0))
     assert reached == sorted(reached)
-    assert len(set(reached) - {45}) >= 3  # it was killed in the middle, and resumed from there
-    process = start(long, run, init=init)
-    process.join()
-    assert process.exitcode == 0
+    assert len({0, *reached} - {45}) == 5  # it was killed in the middle, and resumed from there
+    assert train(long, run, init=init).stopped == "finished"
     assert outcome(run) == outcome(tmp_path / "whole")
