@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from support import forks
 
 import gpt2
 
@@ -122,9 +121,6 @@ def test_no_circle_of_imports() -> None:
 def test_no_module_has_the_name_of_a_public_function() -> None:
     """Importing ``gpt2.compare`` as a module would replace the function ``gpt2.compare``."""
     assert not {path.stem for path in MODULES} & {*gpt2.__all__}
-    code = "import gpt2.comparison, gpt2.generation, gpt2.parity, gpt2.port.diagnosis, gpt2; "
-    code += "print([getattr(gpt2, n).__name__ for n in ('compare', 'generate', 'verify', 'diagnose')])"
-    assert forks.run("-c", code).stdout.strip() == "['compare', 'generate', 'verify', 'diagnose']"
 
 
 def test_no_two_classes_have_one_name() -> None:

@@ -222,7 +222,6 @@ REFUSED: list[tuple[str, Callable[[Path], object]]] = [
     ("cannot save this model", lambda folder: gpt2.save(gpt2.load("shakespeare-mini:int8"), None, folder)),
     ("cannot be trained", lambda folder: gpt2.load("shakespeare-mini:int8").train()),
     ("asks for int8", lambda folder: gpt2.load("shakespeare-mini:int8", dtype="float32")),
-    ("unknown dtype 'int4'", lambda folder: gpt2.load("shakespeare-mini:int4")),
 ]
 
 

@@ -13,7 +13,7 @@ from support import llmc_layouts
 from support.checks import all_same, refused
 from support.commands import refusal
 from support.hf_layouts import TINY
-from support.random_models import random_model, write_checkpoint
+from support.random_models import random_model
 
 import gpt2
 from gpt2.checkpoint.checkpoint import open_path
@@ -43,15 +43,6 @@ def test_an_export_is_what_llm_c_would_write(dtype: str, type: str, tmp_path: Pa
     tokenizer = gpt2.load_tokenizer()
     tokens = [tokenizer.token_bytes(i) for i in range(tokenizer.n_vocab)]
     assert llmc_layouts.read_tokenizer(tmp_path / "tokenizer.bin") == (tokens, tokenizer.eot)
-
-
-def test_exporting_an_export_gives_the_same_bytes(tmp_path: Path) -> None:
-    """Possible bugs: a vocabulary that is padded twice, or padding that becomes tokens."""
-    model = str(write_checkpoint(tmp_path / "model"))  # 300 tokens: padded to 384
-    export(model, tmp_path / "one", format="llmc")
-    export(str(tmp_path / "one" / "model.bin"), tmp_path / "two", format="llmc")
-    assert (tmp_path / "one" / "model.bin").read_bytes() == (tmp_path / "two" / "model.bin").read_bytes()
-    assert all_same(gpt2.load(str(tmp_path / "two")).state_dict(), gpt2.load(model).state_dict())
 
 
 def test_a_tokenizer_without_an_end_or_with_a_long_token(tmp_path: Path) -> None:

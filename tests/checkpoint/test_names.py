@@ -42,8 +42,6 @@ def test_the_parts_of_a_name(name: str, expected: tuple[Any, ...], tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "beside", "match"),
     [
-        ("gpt2:int8", {"use": VERIFIES}, "gpt2:int8: eight bits are for running a model"),
-        ("gpt2:int8", {"use": EXPORTS}, "gpt2:int8: eight bits are for running a model"),
         ("gpt2", {"use": VERIFIES, "dtype": "int8"}, "eight bits are for running a model"),
         ("gpt2@v1:bf16", {"dtype": "fp16"}, "give one of them"),
         ("gpt2@v1:bf16", {"revision": "v2"}, "disagree"),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import PROC, all_same, refused, same
+from support.checks import PROC, all_same, random_bits, refused, same
 from support.hf_layouts import TINY
 from support.torch_layouts import VERSION, Called, Stored, legacy_of, nanogpt, pickled, save, zip_of
 
@@ -51,11 +51,8 @@ def tensor(
 
 
 def random_tensor(pick: random.Random) -> torch.Tensor:
-    shape = [pick.choice([0, 1, 2, 3, 7]) for _ in range(pick.randint(0, 4))]
-    dtype = pick.choice(list(DTYPES.values()))
-    tensor = torch.tensor([pick.randint(0, 1) for _ in range(torch.Size(shape).numel())]).to(dtype).reshape(shape)
-    if dtype.is_floating_point:
-        tensor = torch.empty(shape, dtype=dtype).uniform_(-3, 3)
+    tensor = random_bits(pick, dtype := pick.choice(list(DTYPES.values())))
+    shape = tensor.shape
     match pick.randrange(6):
         case 0 if len(shape) >= 2:
             tensor = tensor.transpose(0, -1)

@@ -272,7 +272,7 @@ def test_wikitext_and_lambada_from_the_hub(hub, tmp_path):
 
 def test_a_damaged_download_is_never_scored(hub, tmp_path):
     """A flipped byte changes a perplexity too little to be noticed. What another program left damaged: test_hub.py."""
-    hub.corrupt(f"datasets/{LAMBADA.repo}", LAMBADA.path, times=1)
+    hub.corrupt(f"datasets/{LAMBADA.repo}", LAMBADA.path)
     refused, mended = hub.open(tmp_path / "home", "lambada", "lambada")
     assert refused["error"] == "CheckpointError"
     assert "the Hub declares" in refused["message"]

@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-from support.commands import refusal
 from torch import nn
 
 from gpt2.measure.user_code import builder
@@ -15,15 +14,7 @@ class Mine(nn.Module):
         self.n_layer = n_layer
 
 
-class Sized(nn.Module):
-    def __init__(self, config: object) -> None: ...
-
-
 @pytest.mark.parametrize(("build", "takes_folder"), [(Mine, False), (lambda: 0, False), (lambda folder: 0, True)])
 def test_a_class_is_built_without_the_folder(build: type, takes_folder: bool) -> None:
     """`model.py:MyGPT`: a class with defaults got the checkpoint's folder as its number of layers, a TypeError of torch."""
     assert builder(build, Path("model.py"), "build") == (build, takes_folder)
-
-
-def test_a_class_without_defaults_is_told_what_to_write() -> None:
-    assert "write build() that returns a Sized" in refusal(builder, Sized, Path("model.py"), "Sized")

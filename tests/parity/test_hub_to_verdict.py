@@ -1,4 +1,4 @@
-"""From a Hub name to a verdict: real processes, a real server on loopback, the official file layout."""
+"""From a Hub name to a verdict: real processes, a real server on loopback."""
 
 from __future__ import annotations
 
@@ -6,28 +6,12 @@ import json
 import subprocess
 from pathlib import Path
 
-import torch
 from support import forks
-from support.hf_layouts import masks, write_config, write_weights
+from support.checks import content
 from support.hub_standin import HubStandIn
-from support.random_models import random_model
-
-from gpt2.config import GPT2Config
-from gpt2.data.bpe import train_bpe
+from support.random_models import write_checkpoint
 
 REPO = "openai-community/gpt2"
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    """A small GPT-2 in the layout of the official repository: no prefix, mask buffers, unaligned data, and extra files."""
-    tokenizer = train_bpe("Once upon a midnight dreary, while I pondered, weak and weary,\n" * 30, 280)
-    eot = tokenizer.eot
-    config = GPT2Config(280, n_positions=32, n_embd=24, n_layer=2, n_head=3, bos_token_id=eot, eos_token_id=eot)
-    tensors = random_model(config, 0.1, dtype=torch.float32).state_dict()
-    write_weights(write_config(folder, config) / "model.safetensors", tensors | masks(config), start=3)
-    tokenizer.save(folder, n_positions=32)
-    clutter = {"README.md": b"# GPT-2", "pytorch_model.bin": b"never fetched", "64-8bits.tflite": b"nor this"}
-    return {path.name: path.read_bytes() for path in folder.iterdir()} | clutter
 
 
 def gpt2(hub: HubStandIn, home: Path, *args: str) -> subprocess.CompletedProcess:
@@ -37,7 +21,9 @@ def gpt2(hub: HubStandIn, home: Path, *args: str) -> subprocess.CompletedProcess
 def test_verify_by_the_official_name(tmp_path: Path) -> None:
     """Download, hash, map and compare with transformers; then again without a request."""
     with HubStandIn() as hub:
-        commit = hub.add_repo(REPO, files(tmp_path / "official"), lfs=("model.safetensors", "pytorch_model.bin"))
+        clutter = {"pytorch_model.bin": b"never fetched", "64-8bits.tflite": b"nor this"}
+        files = content(write_checkpoint(tmp_path / "model")) | clutter
+        commit = hub.add_repo(REPO, files, lfs=("model.safetensors", "pytorch_model.bin"))
         result = gpt2(hub, tmp_path / "home", "verify", "gpt2", "--json", "-")
         report = json.loads(result.stdout)
         assert report["ok"] is True

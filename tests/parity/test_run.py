@@ -173,16 +173,22 @@ def fused_path_without_mask(model: GPT2) -> None:
         block.attn.forward = forward
 
 
-def forgetful_cache(model: GPT2) -> None:
-    """Single tokens do not see the previous one."""
+def attending(change: Callable[..., tuple[Any, ...]]) -> Callable[[GPT2], object]:
+    """A control: attention of what ``change`` makes of queries, keys, values and the mask."""
 
     def attend(q, k, v, mask, scale, dropout):
-        if q.size(-2) == 1 and k.size(-2) > 1:
-            mask = torch.ones(1, k.size(-2), dtype=torch.bool)
-            mask[0, -2] = False
-        return eager_attention(q, k, v, mask, scale, dropout)
+        return eager_attention(*change(q, k, v, mask), scale, dropout)
 
-    model.use_attention(attend)
+    return lambda model: model.use_attention(attend)
+
+
+@attending
+def forgetful_cache(q, k, v, mask):
+    """Single tokens do not see the previous one."""
+    if q.size(-2) == 1 and k.size(-2) > 1:
+        mask = torch.ones(1, k.size(-2), dtype=torch.bool)
+        mask[0, -2] = False
+    return q, k, v, mask
 
 
 def padding_takes_positions(model: GPT2) -> None:
@@ -196,15 +202,12 @@ def gradient_stopped(model: GPT2) -> None:
     model.h[0].mlp.register_forward_hook(lambda module, args, output: output.detach())
 
 
-def every_row_reads_the_first(model: GPT2) -> None:
+@attending
+def every_row_reads_the_first(q, k, v, mask):
     """A cache that mixes up the rows of a batch: a run with one row cannot show it."""
-
-    def attend(q, k, v, mask, scale, dropout):
-        if q.size(-2) != k.size(-2):
-            k, v = k[:1].expand_as(k), v[:1].expand_as(v)
-        return eager_attention(q, k, v, mask, scale, dropout)
-
-    model.use_attention(attend)
+    if q.size(-2) != k.size(-2):
+        k, v = k[:1].expand_as(k), v[:1].expand_as(v)
+    return q, k, v, mask
 
 
 def no_softmax(model: GPT2) -> None:
@@ -225,25 +228,18 @@ def gradient_cut_late(model: GPT2) -> None:
     )
 
 
-def long_cache_forgets(model: GPT2) -> None:
+@attending
+def long_cache_forgets(q, k, v, mask):
     """Behind more than 40 tokens, the cache has lost the first eight."""
-
-    def attend(q, k, v, mask, scale, dropout):
-        if k.size(-2) > max(40, q.size(-2)):
-            v = torch.cat((torch.zeros_like(v[..., :8, :]), v[..., 8:, :]), -2)
-        return eager_attention(q, k, v, mask, scale, dropout)
-
-    model.use_attention(attend)
+    if k.size(-2) > max(40, q.size(-2)):
+        v = torch.cat((torch.zeros_like(v[..., :8, :]), v[..., 8:, :]), -2)
+    return q, k, v, mask
 
 
-def coarse_behind_40_tokens(model: GPT2) -> None:
+@attending
+def coarse_behind_40_tokens(q, k, v, mask):
     """Right in float64; in float32, a long text is computed with values in bfloat16."""
-
-    def attend(q, k, v, mask, scale, dropout):
-        coarse = v.bfloat16().float() if v.dtype == torch.float32 and k.size(-2) > 40 else v
-        return eager_attention(q, k, coarse, mask, scale, dropout)
-
-    model.use_attention(attend)
+    return q, k, v.bfloat16().float() if v.dtype == torch.float32 and k.size(-2) > 40 else v, mask
 
 
 def off_without_a_cache(model: GPT2) -> None:
@@ -278,16 +274,13 @@ def other_row(row: int, model: GPT2) -> None:
     model.wpe.forward = lambda positions: original(torch.where(positions == row, 0, positions))
 
 
-def mask_of_long_rows(model: GPT2) -> None:
+@attending
+def mask_of_long_rows(q, k, v, mask):
     """Behind 512 tokens, in float32 alone, one query does not see one key."""
-
-    def attend(q, k, v, mask, scale, dropout):
-        if q.size(-2) > 512 and q.dtype == torch.float32:
-            mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
-            mask[600, 100] = False
-        return eager_attention(q, k, v, mask, scale, dropout)
-
-    model.use_attention(attend)
+    if q.size(-2) > 512 and q.dtype == torch.float32:
+        mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril()
+        mask[600, 100] = False
+    return q, k, v, mask
 
 
 @pytest.mark.parametrize(

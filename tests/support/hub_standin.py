@@ -2,7 +2,7 @@
 
     with HubStandIn() as hub:
         commit = hub.add_repo("org/name", {"config.json": b"{}", "model.safetensors": path}, lfs=("model.safetensors",))
-        hub.corrupt("org/name", "model.safetensors", times=1)
+        hub.corrupt("org/name", "model.safetensors")
         hub.hold("org/name", "model.safetensors", after=1_000_000)  # then the client is killed
         subprocess.run([...], env=hub.environ(tmp_path))  # the client reads HF_ENDPOINT once, when it is imported
         assert hub.requests
@@ -83,8 +83,8 @@ class HubStandIn:
         self.blobs: dict[str, bytes] = {}  # sha256 -> uploaded
         self.put: Counter[str] = Counter()  # sha256 -> number of whole bodies received
         self.messages: list[str] = []  # of the commits
-        self._orders: dict[tuple[str, str], tuple[float, Any]] = {}  # (fault, place) -> number of answers, argument
-        self.closing, self._lock = threading.Event(), threading.Lock()
+        self.orders: dict[tuple[str, str], int] = {}  # (fault, place) of the next answer -> its argument
+        self.closing = threading.Event()
         self._server = _Server(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
         self.endpoint = f"http://127.0.0.1:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
@@ -124,20 +124,13 @@ class HubStandIn:
         repo.refs[branch] = commit
         return commit
 
-    def corrupt(self, name: str, path: str, times: float = float("inf")) -> None:
-        """Flip a byte in the middle of the next ``times`` bodies of a file: same length, same headers, other content."""
-        self._orders["corrupt", f"{name}/{path}"] = (times, True)
+    def corrupt(self, name: str, path: str) -> None:
+        """Flip a byte in the middle of the next body of a file: same length, same headers, other content."""
+        self.orders["corrupt", f"{name}/{path}"] = 1
 
-    def hold(self, name: str, path: str, after: int, times: float = 1) -> None:
-        """After ``after`` bytes of the next ``times`` bodies of a file, send or read nothing more until the client is gone."""
-        self._orders["hold", f"{name}/{path}"] = (times, after)
-
-    def take(self, fault: str, place: str) -> Any:
-        """The fault ordered for this answer, or None."""
-        with self._lock:
-            left, what = self._orders.get((fault, place), (0, None))
-            self._orders[fault, place] = (left - 1, what)
-            return what if left > 0 else None
+    def hold(self, name: str, path: str, after: int) -> None:
+        """After ``after`` bytes of the next body of a file, send or read nothing more until the client is gone."""
+        self.orders["hold", f"{name}/{path}"] = after
 
     def environ(self, home: Path, **extra: str) -> dict[str, str]:
         """The environment of a process that knows this Hub alone, with its cache under ``home``."""
@@ -245,9 +238,9 @@ class _Handler(BaseHTTPRequestHandler):
         self.head(206 if start else 200, kept)
         if self.command == "HEAD":
             return None
-        if self.hub.take("corrupt", place):
+        if self.hub.orders.pop(("corrupt", place), None):
             data = b"".join((data[: len(data) // 2], bytes([data[len(data) // 2] ^ 1]), data[len(data) // 2 + 1 :]))
-        held = self.hub.take("hold", place)
+        held = self.hub.orders.pop(("hold", place), None)
         self.hub.sent[place] += len(data[start:held])
         self.wfile.write(data[start:held])
         return None if held is None else self.wait_for_the_end()

@@ -74,8 +74,8 @@ def products(change: Change, model: GPT2) -> None:
     model.head = lambda h: F.linear(change(h), change(model.wte.weight)) if _narrow(h) else whole(h)  # type: ignore[method-assign]
 
 
-def attention(model: GPT2, scores: Change | None = None, weights: Change | None = None, **changes: Change) -> None:
-    """Change ``qk``, ``scores``, ``weights`` or ``v`` of every attention, traced or not."""
+def attention(model: GPT2, scores: Change | None = None, **changes: Change) -> None:
+    """Change ``qk``, ``scores`` or ``v`` of every attention, traced or not."""
 
     def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float, dropout: float) -> Tensor:
         if not _narrow(q):
@@ -85,7 +85,7 @@ def attention(model: GPT2, scores: Change | None = None, weights: Change | None 
         if mask is None:
             mask = torch.ones(q.size(-2), k.size(-2), dtype=torch.bool).tril(k.size(-2) - q.size(-2))
         found = ((scores or same)(qk(q) @ qk(k).mT * scale)).masked_fill(~mask, -math.inf)
-        return (weights or same)(F.softmax(found, -1)) @ values(v)
+        return F.softmax(found, -1) @ values(v)
 
     for block in model.h:
         block.attn.attend = attend

@@ -41,11 +41,7 @@ def model_of(config: GPT2Config, weights: Mapping[str, Tensor]) -> GPT2:
 
 def uneven_model(vocab: int, positions: int = 8, seed: int = 0) -> GPT2:
     """A float64 model with predictions far from uniform, so that positions and context have an effect."""
-    torch.manual_seed(seed)
-    model = GPT2(GPT2Config(vocab, positions, 16, 2, 2))
-    for parameter in model.parameters():
-        parameter.data.mul_(6 if parameter.ndim > 1 else 1)
-    return model.double().eval()
+    return random_model(GPT2Config(vocab, positions, 16, 2, 2), 0.3, seed=seed)
 
 
 def write_checkpoint(folder: Path, tokenizer: LibraryTokenizer | None = None, seed: int = 0, **changes: Any) -> Path:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.commands import refusal
-from support.training import metrics, outcome, stop_at
+from support.training import metrics, one_step, outcome, stop_at
 
 from gpt2.checkpoint.loading import load_path
 from gpt2.config import GPT2Config
@@ -26,7 +26,7 @@ from gpt2.train.corpus import corpus
 from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
 from gpt2.train.loss import WithLoss
-from gpt2.train.recipe import Data, Optim, Recipe
+from gpt2.train.recipe import Data, Optim
 
 # Learning
 
@@ -58,21 +58,6 @@ def test_a_repeated_text_is_learnt(quiet, tmp_path):
     assert after.sample.startswith("To be, o")
 
 
-def gradients(model: GPT2, recipe: Recipe, ids: np.ndarray) -> dict[str, torch.Tensor]:
-    """Gradients of one step, recorded as the optimizer receives them."""
-    caught = {}
-
-    class Catch(torch.optim.SGD):
-        def step(self, closure=None):
-            caught.update({name: p.grad.clone() for name, p in model.named_parameters()})
-
-    optimizer = Catch(model.parameters(), lr=0.0)
-    caught["loss"], caught["norm"] = map(
-        torch.tensor, loop.optimizer_step(WithLoss(model), optimizer, Feed(ids), recipe, step=3, lr=0.0)
-    )
-    return caught
-
-
 @pytest.fixture
 def ids() -> np.ndarray:
     return np.random.default_rng(0).integers(0, 13, 400).astype(np.int32)
@@ -87,19 +72,23 @@ def model() -> GPT2:
 def test_accumulated_parts_are_the_whole_batch(quiet, model, ids):
     """The usual bug: the sum of means, which makes the gradient of four parts four times too large."""
     free = replace(quiet, optim=replace(quiet.optim, clip=0.0))
-    whole, split = gradients(model, free, ids), gradients(model, replace(free, grad_accum=4), ids)
+    whole, split = (one_step(WithLoss(model), Feed(ids), replace(free, grad_accum=n)) for n in (1, 4))
     for name in whole:
         torch.testing.assert_close(split[name], whole[name], rtol=1e-9, atol=1e-12, msg=name)
 
 
 def test_clipping_scales_the_gradient_to_the_norm_and_reports_the_norm_before(quiet, model, ids):
     """Clipping each parameter alone changes the direction; logging the clipped norm hides every spike."""
-    free = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=0.0)), ids)
+
+    def stepped(clip: float) -> dict[str, torch.Tensor]:
+        return one_step(WithLoss(model), Feed(ids), replace(quiet, optim=replace(quiet.optim, clip=clip)))
+
+    free = stepped(0.0)
     norm = math.sqrt(sum(free[name].square().sum().item() for name, _ in model.named_parameters()))
     assert free["norm"].item() == pytest.approx(norm, rel=1e-6)
-    clipped = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=norm / 4)), ids)
+    clipped = stepped(norm / 4)
     assert clipped["norm"].item() == pytest.approx(norm, rel=1e-6)
-    roomy = gradients(model, replace(quiet, optim=replace(quiet.optim, clip=norm * 4)), ids)
+    roomy = stepped(norm * 4)
     for name, _ in model.named_parameters():
         torch.testing.assert_close(clipped[name], free[name] / 4, rtol=1e-4, atol=1e-12)
         torch.testing.assert_close(roomy[name], free[name], rtol=0, atol=0)
@@ -335,20 +324,6 @@ def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, 
 
 
 # Signals
-
-
-def test_handlers_are_put_back(recipe, tmp_path):
-    """After a run in a notebook Ctrl-C must interrupt again, here after an error."""
-    before, during = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)], []
-
-    def fail(event):
-        during.append(signal.getsignal(signal.SIGTERM))
-        raise RuntimeError("a bug in a report")
-
-    with pytest.raises(RuntimeError):
-        train(recipe, tmp_path / "run", report=fail)
-    assert during[0] != before[1]
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_a_second_interrupt_acts_at_once(recipe, tmp_path):
