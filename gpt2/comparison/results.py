@@ -410,6 +410,7 @@ class Comparisons(Printed):
 
     @property
     def bits_per(self) -> str:
+        """Return the unit of a text: "bits/byte", or "bits/token" where bytes are not known."""
         return _bits_per(self.text, [each.language.score for each in self.candidates]).replace(" per ", "/")
 
     def to_json(self) -> str:
