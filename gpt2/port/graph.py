@@ -241,12 +241,19 @@ class Site:
     def norm(self, x: Tensor, part: str) -> Tensor:
         return self.model.norm(self.full(part), x)
 
-    def linear(self, node: str) -> tuple[Tensor, Tensor]:
-        """Return weight (I, O) and bias (O,) of a linear node; of q, k and v, their third of c_attn."""
-        weight, bias = self[f"{MODULES[node]}.weight"], self[f"{MODULES[node]}.bias"]
-        if node in THIRDS:
-            return weight.chunk(3, 1)[THIRDS[node]], bias.chunk(3)[THIRDS[node]]
-        return weight, bias
+    def held(self, module: str) -> tuple[Tensor, Tensor]:
+        """Return weight (I, O) and bias (O,) of a module such as ``attn.c_attn``."""
+        return self[f"{module}.weight"], self[f"{module}.bias"]
+
+    def linear(self, node: str, held: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return weight (I, O) and bias (O,) of a linear node, as its module ``held`` them: q, k and v have a third of c_attn."""
+        pair, third = held or self.held(MODULES[node]), THIRDS.get(node)
+        return pair if third is None else (pair[0].chunk(3, 1)[third], pair[1].chunk(3)[third])
+
+    @property
+    def words(self) -> Tensor:
+        """The embeddings (B, t, D) of this call's tokens, without positions."""
+        return self.model.state["wte.weight"][self.model.ids[:, self.begin : self.end]]
 
     def embedded(self, like: Tensor) -> Tensor:
         """Return the embeddings of the tokens of this call, for as many rows as ``like`` (B, t, D) has."""
@@ -303,8 +310,7 @@ def _heads(node: str) -> Formula:
 
 def embedding(c: Site, rows: Tensor | slice | None = None) -> Tensor:
     """Return token embeddings and rows (t,) of the position table; GPT-2's own if None."""
-    call = slice(c.begin, c.end)
-    return c.model.state["wte.weight"][c.model.ids[:, call]] + c.model.state["wpe.weight"][call if rows is None else rows]
+    return c.words + c.model.state["wpe.weight"][slice(c.begin, c.end) if rows is None else rows]
 
 
 RIGHT: dict[str, Formula] = {

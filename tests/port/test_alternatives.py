@@ -24,11 +24,20 @@ from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
 from gpt2.port.alternatives import EDITS, table
-from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, merged, scheduled
+from gpt2.port.alternatives.alternative import (
+    FAMILIES,
+    Alternative,
+    Changed,
+    Schedule,
+    Which,
+    in_calls,
+    merged,
+    scheduled,
+    schedules,
+)
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.schedule import schedules
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Program, Site
-from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.pool import collect
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.causes import CAUSES
 

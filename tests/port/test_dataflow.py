@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording import operators
+from gpt2.port.recording import recorder
 from gpt2.port.recording.dataflow import NodeKind, Recording, Region, Use
 from gpt2.port.recording.recorder import record
 
@@ -203,7 +203,7 @@ def test_an_operator_that_cannot_be_followed_does_not_stop_the_module(monkeypatc
     def broken(*_: object) -> Tensor:
         raise RuntimeError("not foreseen")
 
-    monkeypatch.setitem(operators.HANDLERS, "mm", broken)
+    monkeypatch.setitem(recorder.HANDLERS, "mm", broken)
     recording = record(Small(lambda m, x: (x @ m.square) + x), IDS)
     assert recording.unfollowed == ("aten.mm.default",)
     assert recording.nodes[-1].op == "add"

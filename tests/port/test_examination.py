@@ -23,7 +23,7 @@ from gpt2.model import eager_attention
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS, watch
 from gpt2.port.module.seen import seen
-from gpt2.port.recording.collecting import collect
+from gpt2.port.recording.pool import collect
 from gpt2.port.terms import budget
 from gpt2.port.terms.causes import CAUSES
 

@@ -13,10 +13,8 @@ from support.programs.fourteenth import FourteenthBed, Shape
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives import alternative
-from gpt2.port.fits.dropout import dropped
-from gpt2.port.fits.linear import Library, Linear
-from gpt2.port.fits.norm import Norm
-from gpt2.port.fits.observed import Fit, Observed, distinct
+from gpt2.port.fits.affine import Library, Linear, Norm
+from gpt2.port.fits.observed import Fit, Observed, distinct, dropped
 from gpt2.port.fits.wiring import activation_fit, embedding_fit, scores_fit
 from gpt2.port.graph import Formula, Model, Program, split
 from gpt2.port.search.observe import laid

@@ -18,8 +18,7 @@ from torch import Tensor, nn
 
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
-from gpt2.port.recording.collecting import collect
-from gpt2.port.recording.pool import Pool
+from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.search.walk import Walked, search
 
 # All sizes differ, and no size is the square root of another.

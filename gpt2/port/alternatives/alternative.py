@@ -25,6 +25,8 @@ FAMILIES: list[Family] = []
 PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
 IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
 IN_STEPS = "from token {} on, as in steps after a prompt"
+MOST_TOKENS = 24  # up to which every length of a prompt is tried on a small model
+CHUNKS = (8, 4, 16, 2, 5, 3, 6, 7)  # tokens that are read at a time
 SQUARE = ("attn.scores", "attn.weights")  # of tokens and keys
 
 
@@ -171,6 +173,48 @@ class Schedule:
     words: str
     calls: Calls
     which: Which = Which.ALL
+
+
+def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
+    """Return the lengths of a prompt, or of a window, that are tried: all of up to ``most`` tokens."""
+    tokens = model.ids.shape[1]
+    if tokens <= most and model.small:
+        return list(range(1, tokens))
+    return [1 << n for n in range(tokens.bit_length()) if 1 << n < tokens]
+
+
+def stepped(prompt: int, tokens: int) -> Calls:
+    """Return the calls of a prompt, and then single tokens."""
+    return ((0, prompt), *((n, n + 1) for n in range(prompt, tokens)))
+
+
+def chunked(size: int, tokens: int) -> Calls:
+    return tuple((begin, min(begin + size, tokens)) for begin in range(0, tokens, size))
+
+
+def prompts(model: Model) -> list[Schedule]:
+    """Return the schedules of a prompt of every length, and then single tokens; one token at a time is the first."""
+    return [Schedule(IN_STEPS.format(size), stepped(size, model.ids.shape[1])) for size in lengths(model)]
+
+
+def schedules(model: Model) -> list[Schedule]:
+    """Return the ways to read a text in several calls, the likeliest first."""
+    words, tokens = "in a text that is read {} tokens at a time", model.ids.shape[1]
+    chunks = [Schedule(words.format(size), chunked(size, tokens)) for size in CHUNKS if size < tokens]
+    some = [*prompts(model)[:1], *chunks, *prompts(model)[:0:-1]]
+    return list({one.calls: one for one in some if len(one.calls) > 1}.values())
+
+
+def prompts_in_chunks(model: Model) -> list[Schedule]:
+    """Return the ways to read a prompt some tokens at a time, and then single tokens."""
+    words, tokens = "in a text whose first {} tokens are read {} at a time, and the others one by one", model.ids.shape[1]
+    both = ((prompt, size) for size in CHUNKS for prompt in reversed(lengths(model)) if size < prompt and prompt % size != 1)
+    return [Schedule(words.format(*one), (*chunked(one[1], one[0]), *stepped(one[0], tokens)[1:])) for one in both]
+
+
+def is_prompt(how: Schedule) -> bool:
+    """Return whether single tokens follow the first call."""
+    return all(end == begin + 1 for begin, end in how.calls[1:])
 
 
 def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:

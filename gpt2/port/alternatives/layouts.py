@@ -73,11 +73,7 @@ def head_counts(model: Model) -> Iterator[Alternative]:
         if heads == 1:
             words = f"attention has one head, as wide as the stream, and no split into heads; the checkpoint has {own}"
         fix, rare = f"n_head={own}  # each {model.config.head_dim} wide", heads not in (1, 2 * own)
-        cut: dict[str, Formula] = {f"attn.{one}h": partial(_split, one, heads) for one in "qkv"}
+        cut: dict[str, Formula] = {f"attn.{one}h": lambda c, s, n=heads, q=f"attn.{one}": split(s[q], n) for one in "qkv"}
         factor = Changed("attn.scores", lambda c, y, heads=heads: y * (heads / width) ** 0.5 / right_scale(c.config, c.layer))
         yield Alternative("head-layout", words, {**cut, "attn.scores": factor}, fix=fix, rare=rare)
         yield Alternative("head-layout", f"{words}, with the factor of {own} heads", cut, fix=fix, rare=rare)
-
-
-def _split(letter: str, heads: int, c: Site, s: State) -> Tensor:
-    return split(s[f"attn.{letter}"], heads)

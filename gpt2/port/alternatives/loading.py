@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.port.alternatives import entries
 from gpt2.port.alternatives.alternative import Alternative, family
 from gpt2.port.alternatives.norms import normed
-from gpt2.port.graph import MODULES, READS, THIRDS, Edits, Formula, Function, Model, Site, State, affine
+from gpt2.port.graph import MODULES, READS, Edits, Formula, Function, Model, Site, State, affine
 
 Pair = tuple[Tensor, Tensor]  # weight (I, O) and bias (O,)
 Change = Callable[[Site, str], Pair]  # from a module's name to what it holds
@@ -32,18 +32,11 @@ def read(change: Change, *nodes: str) -> Edits:
 
 def _linear(change: Change, node: str, c: Site, s: State) -> Tensor:
     module = MODULES[node]
-    weight, bias = c.model.once((change, module, c.layer), lambda: change(c, module))
-    if node in THIRDS:
-        weight, bias = weight.chunk(3, 1)[THIRDS[node]], bias.chunk(3)[THIRDS[node]]
-    return affine(s[READS[node][0]], weight, bias)
-
-
-def held(c: Site, module: str) -> Pair:
-    return c[f"{module}.weight"], c[f"{module}.bias"]
+    return affine(s[READS[node][0]], *c.linear(node, c.model.once((change, module, c.layer), lambda: change(c, module))))
 
 
 def altered(weight: Function = lambda x: x, bias: Function = lambda x: x) -> Change:
-    return lambda c, module: (weight(held(c, module)[0]), bias(held(c, module)[1]))
+    return lambda c, module: (weight(c.held(module)[0]), bias(c.held(module)[1]))
 
 
 @family
@@ -86,7 +79,7 @@ def biases(model: Model) -> Iterator[Alternative]:
     yield Alternative("missing-bias", "no linear layer has a bias", linear, "")
     norms = {part: normed(part, lambda c, x, part: c.norm(x, part) - c.numbers(part)[1]) for part in ("ln_1", "ln_2")}
     yield Alternative("missing-bias", "neither linear layers nor norms have a bias", {**norms, **linear}, "")
-    lent: Change = lambda c, module: (held(c, module)[0], held(c, OTHER[module])[1])  # noqa: E731
+    lent: Change = lambda c, module: (c.held(module)[0], c.held(OTHER[module])[1])  # noqa: E731
     for one, other in OTHER.items():
         twice = read(altered(bias=lambda b: 2 * b), one)
         yield Alternative("extra-bias", "the bias is added 2 times", twice, f"{one}.bias")
@@ -94,7 +87,7 @@ def biases(model: Model) -> Iterator[Alternative]:
     words = "the biases of the two c_proj have changed places"
     yield Alternative("wrong-tensor", words, read(lent, *OTHER), "attn.c_proj")
     words = "the second layer's bias is the beginning of the first one's"
-    begin: Change = lambda c, module: (held(c, module)[0], c["mlp.c_fc.bias"][: c.config.n_embd])  # noqa: E731
+    begin: Change = lambda c, module: (c.held(module)[0], c["mlp.c_fc.bias"][: c.config.n_embd])  # noqa: E731
     yield Alternative("wrong-tensor", words, read(begin, "mlp.c_proj"), "mlp.c_proj.bias")
 
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed, family, lengths
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 from gpt2.port.terms.causes import MASKED
 
 Mask = Callable[[Tensor, Tensor, int], Tensor]  # from t (T, 1) and j (S) to the visible keys (T, S)
-MOST_TOKENS, MOST_WINDOW = 24, 64  # up to which every length of a prompt, and of a window, is tried on a small model
+MOST_WINDOW = 64  # up to which every length of a window is tried on a small model
 CAUSAL: Mask = lambda t, j, a: j <= t  # noqa: E731
 TURNED = "the mask is the wrong way round: a token sees"
 MASKS: dict[str, tuple[str, Mask]] = {
@@ -79,14 +79,6 @@ def ahead(mask: Mask) -> bool:
     """Return whether a token sees a later one."""
     every = torch.arange(3)
     return bool(mask(every[:, None], every, 0).triu(1).any())
-
-
-def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
-    """Return the lengths of a prompt, or of a window, that are tried: all of up to ``most`` tokens."""
-    tokens = model.ids.shape[1]
-    if tokens <= most and model.small:
-        return list(range(1, tokens))
-    return [1 << n for n in range(tokens.bit_length()) if 1 << n < tokens]
 
 
 @family

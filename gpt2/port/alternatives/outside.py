@@ -82,16 +82,12 @@ def positions(model: Model) -> Iterator[Alternative]:
     for id, words, what, sees in added:
         for scaled, (tokens, both) in {"": (1.0, 1.0), TOKENS: (root, 1.0), BOTH: (root, root)}.items():
             also = (("embedding-scaled", f"{scaled} are multiplied by {root:.6g} (sqrt(n_embd) = {root:.6g})"),) if scaled else ()
-            embed: Formula = lambda c, s, f=what, t=tokens, p=both: t * _tokens(c) + p * f(c)  # noqa: E731
+            embed: Formula = lambda c, s, f=what, t=tokens, p=both: t * c.words + p * f(c)  # noqa: E731
             yield Alternative(id, words, {"embed": embed}, "wpe", also, sees=sees, rare=bool(also))
     for words, at in IN_CALLS.items():
         embed = lambda c, s, at=at: embedding(c, at(c.begin, c.end).clamp(max=room - 1))  # noqa: E731
         words = f"positions {words}"
         yield Alternative("position-offset", words, {"embed": embed}, "wpe", fix=AFTER, steps=True)
-
-
-def _tokens(c: Site) -> Tensor:
-    return c.model.state["wte.weight"][c.model.ids[:, c.begin : c.end]]
 
 
 def standing(model: Model) -> Iterator[Alternative]:
@@ -107,7 +103,7 @@ def embeddings(model: Model) -> Iterator[Alternative]:
     root = math.sqrt(model.config.n_embd)
     for factor in usual_factors(model):
         named = f"{factor:.6g} (sqrt(n_embd) = {root:.6g})" if math.isclose(factor, root, rel_tol=1e-9) else f"{factor:.6g}"
-        alone: Formula = lambda c, s, f=factor: embedding(c) + (f - 1) * _tokens(c)  # noqa: E731
+        alone: Formula = lambda c, s, f=factor: embedding(c) + (f - 1) * c.words  # noqa: E731
         for what, embed in ((TOKENS, alone), (BOTH, Changed("embed", lambda c, y, f=factor: f * y))):
             yield Alternative("embedding-scaled", f"{what} are multiplied by {named}", {"embed": embed})
     norms: dict[str, Callable[[Site, Tensor], Tensor]] = {

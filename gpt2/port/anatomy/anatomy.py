@@ -12,9 +12,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from gpt2.port.anatomy.branches import Affine, Branch, Branches
 from gpt2.port.anatomy.flow import Flow, StreamState
-from gpt2.port.anatomy.stream import ModelPart, NotGPT2, Stream, vector
+from gpt2.port.anatomy.stream import Affine, Branch, Branches, ModelPart, NotGPT2, Stream, vector
 from gpt2.port.recording.dataflow import Node, Recording, Region
 
 

@@ -11,12 +11,10 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.fits.dropout import dropped
-from gpt2.port.fits.linear import Library, Linear
-from gpt2.port.fits.norm import Norm
-from gpt2.port.fits.observed import Fit, Observed
+from gpt2.port.fits.affine import Library, Linear, Norm
+from gpt2.port.fits.observed import Fit, Observed, dropped
 from gpt2.port.fits.wiring import SUMS, activation_fit, scores_fit, sum_fit
-from gpt2.port.graph import ATTENTION, MODULES, READS, THIRDS, Model, State, split
+from gpt2.port.graph import ATTENTION, MODULES, READS, Model, State, split
 
 
 class Fits:
@@ -50,8 +48,8 @@ class Fits:
         if node in MODULES:
             yield from self.linear(layer, node).fits(seen, state[READS[node][0]], rows)
         elif node in ("ln_1", "ln_2"):
-            weight, bias = (self.model.state[f"h.{layer}.{node}.{leaf}"] for leaf in ("weight", "bias"))
-            norm = Norm(node, weight, bias, self.config.layer_norm_epsilon, self.library.vectors)
+            numbers = self.model.site(layer).numbers(node)
+            norm = Norm(node, *numbers, self.config.layer_norm_epsilon, self.library.vectors)
             yield from norm.fits(seen, state["x" if node == "ln_1" else "mid"], rows)
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
@@ -63,10 +61,8 @@ class Fits:
 
     def linear(self, layer: int, node: str) -> Linear:
         """Return the linear layer of a node."""
-        weight, bias = (self.model.state[f"h.{layer}.{MODULES[node]}.{leaf}"] for leaf in ("weight", "bias"))
-        if node in THIRDS:
-            weight, bias = weight.chunk(3, 1)[THIRDS[node]], bias.chunk(3)[THIRDS[node]]
-        return Linear(self.library, f"h.{layer}.{MODULES[node]}.weight", node, weight, bias, self.config)
+        held = self.model.site(layer).linear(node)
+        return Linear(self.library, f"h.{layer}.{MODULES[node]}.weight", node, *held, self.config)
 
     def _terms(self, node: str, state: State) -> dict[str, Tensor]:
         """Return what a sum may hold, GPT-2's two terms first."""

@@ -7,7 +7,7 @@ at which it is not GPT-2's.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ NICE = 2e-4  # the largest relative error of a fitted coefficient that was meant
 MAX_TERMS = 4
 SHOWN = 4
 LEAST_ANGLES = 8  # different tokens that show whether angles between them are kept
+# Of entries that dropout makes zero: those that are surely not zero, in roundings; the fewest that show a share; its largest.
+CLEAR, LEAST, MOST = 10.0, 40, 0.6
 MOST_BENT = 0.4  # one minus the correlation of these angles
 
 
@@ -71,11 +73,6 @@ class Observed:
             return None
         return Fit(tuple(replace(fault, detail=where(rows) + fault.detail) for fault in faults), value)
 
-    def fits(self, predicted: Tensor, rows: Tensor, *faults: Cause) -> Iterator[Fit]:
-        """Yield the fit of ``predicted``, if it is one."""
-        if (fit := self.fitted(predicted, rows, *faults)) is not None:
-            yield fit
-
 
 def where(rows: Tensor) -> str:
     """Return in words at which tokens (B, T) a fault is seen: nothing, if at all of them, or at tokens without an order."""
@@ -86,11 +83,7 @@ def where(rows: Tensor) -> str:
         return ""
     if tokens[-1] + 1 == rows.shape[1]:
         return f"from token {tokens[0]} on, as in steps after a prompt: "
-    return (
-        f"up to token {tokens[-1]}, as in a prompt before steps: "
-        if not tokens[0]
-        else f"at tokens {tokens[0]} to {tokens[-1]}: "
-    )
+    return f"at tokens {tokens[0]} to {tokens[-1]}: " if tokens[0] else f"up to token {tokens[-1]}, as in a prompt before steps: "
 
 
 def distinct(tokens: Tensor) -> int:
@@ -155,3 +148,25 @@ def formula(factors: Mapping[str, float]) -> str:
         size = "" if abs(factor) == 1 else f"{abs(factor):.6g} times "
         parts.append(f"{sign} {size}{name}")
     return " ".join(parts).removeprefix("+ ")
+
+
+def dropped(seen: Observed, rows: Tensor, part: str) -> Fit | None:
+    """Return the fit of GPT-2's value with entries that are zero at random, and a factor for the others."""
+    value, right = seen.value, seen.right
+    at = (rows[..., None] if value.ndim == 3 else rows[:, None, :, None]).expand_as(value)
+    loose = seen.slack + seen.bound * right.square().mean().sqrt()
+    clear = at & (right.abs() > CLEAR * loose) & (right.abs() > CLEAR * seen.bound * right.abs().max())
+    zero, count = clear & (value.abs() <= loose), int(clear.sum())
+    kept, share = clear & ~zero, int(zero.sum()) / max(count, 1)
+    if count < LEAST or not 0.01 < share < MOST:
+        return None
+    factor = float((value[kept] @ right[kept]) / right[kept].square().sum())
+    factor = nice(factor, seen.loose, [100 / (100 - p) for p in range(1, 100)])
+    expected = 1 / (1 - share)
+    loose_share = 4 * (share * (1 - share) / count) ** 0.5 * expected**2
+    if factor < 1 + 1e-3 or abs(factor - expected) > max(loose_share, 0.01):
+        return None
+    words = f"{share:.0%} of the entries are zero, and the others are multiplied by {factor:.5g}, "
+    words += f"as by dropout with p = {1 - 1 / factor:.3g}"
+    fault = Cause.at("ffn-dropout" if part == "mlp.act" else "dropout-active", part, words)
+    return seen.fitted(torch.where(zero | (at & (value == 0)), 0.0, factor * right), rows, fault)

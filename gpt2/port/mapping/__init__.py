@@ -24,8 +24,7 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.mapping.filling import fill, overwritten
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.mapping.remarks import Remarks
-from gpt2.port.mapping.report import MappingReport
+from gpt2.port.mapping.report import MappingReport, Remarks
 from gpt2.port.recording.forward import Borrowed
 from gpt2.port.recording.recorder import give_shapes, record_probe
 

@@ -34,10 +34,9 @@ from gpt2.port.anatomy.stream import NotGPT2, Stream
 from gpt2.port.mapping import ROUNDED_CONSTANT, LogitsCheck, worst_error
 from gpt2.port.mapping.departures import rows_apart, structural_causes
 from gpt2.port.mapping.departures import vocabulary as vocabulary_of
-from gpt2.port.mapping.filling import put
+from gpt2.port.mapping.filling import Own, own_weights, put
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.mapping.reading import Own, own_weights
-from gpt2.port.mapping.remarks import in_a_line
+from gpt2.port.mapping.report import in_a_line
 from gpt2.port.recording.dispatch import DeterministicMode
 from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 from gpt2.port.recording.recorder import give_shapes, record_probe

@@ -26,9 +26,8 @@ from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
-from gpt2.port.mapping.filling import fill, overwritten, put
+from gpt2.port.mapping.filling import Own, fill, overwritten, own_weights, put
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.mapping.reading import Own, own_weights
 from gpt2.port.module.behaviour import Behaviour
 from gpt2.port.module.runs import Runs, named
 from gpt2.port.module.seen import seen
@@ -36,7 +35,7 @@ from gpt2.port.module.weights import WeightComparison
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
-from gpt2.port.recording.pool import Pool
+from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search.blamed import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes

@@ -16,7 +16,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.alternatives import entries
 from gpt2.port.alternatives.precision import NARROW
 from gpt2.port.mapping.departures import missing_entries
-from gpt2.port.mapping.reading import Own
+from gpt2.port.mapping.filling import Own
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import ALL_WEIGHTS, Place, collapsed
 

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.fits.linear import Library, Linear
-from gpt2.port.fits.norm import Norm
+from gpt2.port.fits.affine import Library, Linear, Norm
 from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.graph import Entrance, Model
 from gpt2.port.search.matching import PartSearch
@@ -48,7 +47,7 @@ class LastPart:
         norm = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], self.model.config.layer_norm_epsilon, vectors)
         for seen in self.observation.unexplained("ln_f", right, ()):
             self.observation.check()
-            fit = next(norm.fits(seen, x, seen.wrong_rows()), None)
+            fit = next(filter(None, norm.fits(seen, x, seen.wrong_rows())), None)
             if fit is not None and self.observation.are_logits(fit.value, self.table):
                 return fit
         return None
@@ -65,4 +64,4 @@ class LastPart:
             return None
         name, none = head_name(self.model.state), torch.zeros(len(self.table), dtype=x.dtype)
         head = Linear(self.library, name, "logits", self.table.T, none, self.model.config)
-        return next(head.fits(seen, x, rows), None)
+        return next(filter(None, head.fits(seen, x, rows)), None)

@@ -12,10 +12,21 @@ from functools import partial
 
 from gpt2.measure.metrics import Progress, silent
 from gpt2.port.alternatives import table
-from gpt2.port.alternatives.alternative import IN_PROMPT, IN_STEPS, Alternative, Schedule, Which, scheduled
+from gpt2.port.alternatives.alternative import (
+    IN_PROMPT,
+    IN_STEPS,
+    Alternative,
+    Schedule,
+    Which,
+    is_prompt,
+    prompts,
+    prompts_in_chunks,
+    scheduled,
+    schedules,
+    stepped,
+)
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, standing
-from gpt2.port.alternatives.schedule import is_prompt, prompts, prompts_in_chunks, schedules, stepped
 from gpt2.port.graph import ROWS, TEXT, Model
 from gpt2.port.search.batch import Batch
 from gpt2.port.search.part import BETTER, Fitting, Part

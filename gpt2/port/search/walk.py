@@ -20,10 +20,9 @@ from gpt2.checkpoint.keys import HEAD
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import point_at, points, trace
 from gpt2.model import GPT2
-from gpt2.port.alternatives.alternative import Alternative
+from gpt2.port.alternatives.alternative import Alternative, schedules
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.schedule import schedules
-from gpt2.port.fits.dropout import dropped
+from gpt2.port.fits.observed import dropped
 from gpt2.port.fits.wiring import embedding_fit
 from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State
 from gpt2.port.recording.pool import LOOSE, Pool

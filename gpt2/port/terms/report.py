@@ -74,11 +74,8 @@ class Diagnosis:
         lines = [self._headline(), f"{self.module}  against  {self.checkpoint}"]
         for number, cause in enumerate(self.causes, 1):
             lines += ["", *_wrapped(f"{number:<3}{cause.id}  ", f"at {cause.where}", width)]
-            moves = (
-                ""
-                if cause.effect is None
-                else f"; this alone moves the logits by {cause.effect:.{3 if cause.effect >= 100 else 2}g}"
-            )
+            size = cause.effect
+            moves = "" if size is None else f"; this alone moves the logits by {size:.{3 if size >= 100 else 2}g}"
             lines += _wrapped("   ", cause.detail + moves, width)
             for label, text in zip(LABELS, (cause.evidence, cause.fix), strict=True):
                 lines += _wrapped(f"   {label:<{len(LABELS[0])}}  ", text, width) if text else []

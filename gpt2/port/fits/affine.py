@@ -1,6 +1,6 @@
-"""Read off a linear layer's input and result which weights and which bias it multiplied and added.
+"""Read off the input and result of a linear layer or a norm what it multiplied and added, or the one number of its divisor.
 
-Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,). ``rows`` are the tokens that are not GPT-2's.
+Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,), a norm's (D,). ``rows``: tokens unlike GPT-2's.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles
+from gpt2.port.alternatives.norms import layer_norm
+from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles, nice
 from gpt2.port.graph import THIRDS
 from gpt2.port.terms.causes import Cause
 
 MOST = 2**29  # products of columns that are compared
 MOST_COPIED = 2**24  # entries of matrices whose columns are compared
 ALIKE = 0.5  # cosine of a result and GPT-2's, beyond which the weight may be a rounded one
+SAME = 1e-3  # relative difference of factors that are one
+LEAST = 0.05  # the least weight of a norm, of the largest, through which its own result is read
 LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 
 
@@ -68,7 +71,7 @@ class Linear:
         self.library, self.name, self.part, self.weight, self.bias, self.config = library, name, part, weight, bias, config
         self.where = part if part in (*THIRDS, "logits") else f"{part}.weight"
 
-    def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+    def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Yield what the layer computed from ``x`` to give ``seen`` at ``rows``."""
         for family in (self._scaled, self._bias, self._columns, self._unknown):
             yield from family(seen, x, rows)
@@ -76,7 +79,7 @@ class Linear:
     def fault(self, id: str, words: str, leaf: str = "", mend: str | None = None) -> Cause:
         return Cause.at(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, mend=mend)
 
-    def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+    def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Multiples of the product, the bias and the input."""
         product, bias = x @ self.weight, self.bias.expand_as(seen.value)
         terms = {"the product": product, "the bias": bias} if bool(self.bias.any()) else {"the product": product}
@@ -99,9 +102,9 @@ class Linear:
         else:
             id = "logits-scaled" if self.part == "logits" else "wrong-tensor"
             fault = self.fault("residual-scaled" if self.part.endswith("c_proj") else id, f"its result is {formula(factors)}")
-        yield from seen.fits(fit.value, rows, fault)
+        yield seen.fitted(fit.value, rows, fault)
 
-    def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+    def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Another bias: what is added is the same at every token."""
         product = x @ self.weight
         added = (seen.value - product)[rows].mean(0)
@@ -118,9 +121,9 @@ class Linear:
             if one.shape == added.shape and float((added - one).abs().max()) <= loose:
                 words, value = f"the bias is the checkpoint's {name}", one
         mend = "y = x @ w + b  # all entries of b" if bool(lost.any()) and id == "missing-bias" else None
-        yield from seen.fits(product + value, rows, self.fault(id, words, "bias", mend))
+        yield seen.fitted(product + value, rows, self.fault(id, words, "bias", mend))
 
-    def _columns(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+    def _columns(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Columns that are others of the checkpoint: in another order, of another tensor, rows for columns."""
         inputs, wanted = x[rows], seen.value[rows]
         library, origins = self.library.columns(x.shape[-1])
@@ -140,7 +143,7 @@ class Linear:
             return
         weight = torch.where(fits, library[:, numbers[0]], 0.0)
         value = torch.where(fits, x @ weight + (seen.value[rows] - inputs @ weight).mean(0), seen.value)
-        yield from seen.fits(value, rows, self._described([one for n, one in enumerate(sources) if fits[n]]))
+        yield seen.fitted(value, rows, self._described([one for n, one in enumerate(sources) if fits[n]]))
 
     def _described(self, sources: list[ColumnSource]) -> Cause:
         name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
@@ -158,7 +161,7 @@ class Linear:
             return Cause.at("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[thirds.pop()]}")
         return Cause.at("head-layout", "attn.c_attn", words)
 
-    def _unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit]:
+    def _unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Weights that are not the checkpoint's in any known way.
 
         With more tokens than inputs, the value is linear in ``x``. With fewer, any is: so it must be unlike GPT-2's, and tokens
@@ -176,4 +179,70 @@ class Linear:
                 return
         is_head, words = self.part == "logits", "the weight is not the checkpoint's in any known way"
         fault = self.fault("untied-head", "the head has weights other than wte's") if is_head else self.fault("not-loaded", words)
-        yield from seen.fits(seen.value, rows, fault)
+        yield seen.fitted(seen.value, rows, fault)
+
+
+class Norm:
+    """The norm ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold."""
+
+    def __init__(self, part: str, weight: Tensor, bias: Tensor, eps: float, vectors: Mapping[str, Tensor]) -> None:
+        self.part, self.weight, self.bias, self.eps, self.vectors = part, weight, bias, eps, vectors
+
+    def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
+        """Yield what the norm computed from ``x`` to give ``seen`` at ``rows``."""
+        yield from self._affine(seen, x, rows)
+        yield from self._divided(seen, x, rows)
+
+    def _affine(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
+        """Another weight or bias behind the right norm, or behind one that does not subtract the mean."""
+        rms = Cause.at("rmsnorm", self.part, "it does not subtract the mean, and divides by the root mean square")
+        for centred in (True, False) if distinct(x[rows]) >= 4 else ():
+            normed = layer_norm(x, eps=self.eps, rms=not centred)
+            a, b = normed[rows], seen.value[rows]
+            middle = a - a.mean(0)
+            weight = (middle * (b - b.mean(0))).sum(0) / middle.square().sum(0).clamp(min=1e-300)
+            bias = b.mean(0) - weight * a.mean(0)
+            if seen.fitted(normed * weight + bias, rows) is None:
+                continue
+            named = [self._named(weight, self.weight, "weight"), self._named(bias, self.bias, "bias")]
+            faults = [*[rms] * (not centred), *(fault for fault, _ in named if fault is not None)]
+            for gain, shift in ((named[0][1], named[1][1]), (weight, bias)) if faults else ():
+                yield seen.fitted(normed * gain + shift, rows, *faults)
+
+    def _named(self, fitted: Tensor, own: Tensor, leaf: str) -> tuple[Cause | None, Tensor]:
+        """Return the fault that a fitted weight or bias shows, and its exact values; no fault if it is the norm's own."""
+        plain = torch.full_like(own, 1.0 if leaf == "weight" else 0.0)
+        ratio = nice(float((fitted * own).sum() / own.square().sum().clamp(min=1e-300)), SAME)
+        lent = ((name, one) for name, one in self.vectors.items() if one.shape == own.shape)
+        known = [
+            ("", "", own),
+            ("layernorm-without-affine" if leaf == "weight" else "missing-bias", f"the {leaf} is not applied", plain),
+            (
+                "extra-bias" if leaf == "bias" and ratio > 1 else "wrong-tensor",
+                f"the {leaf} is multiplied by {ratio:g}",
+                ratio * own,
+            ),
+            *(("norms-swapped" if "ln_" in name else "wrong-tensor", f"the {leaf} is that of {name}", one) for name, one in lent),
+        ]
+        for id, words, values in known:
+            if float((fitted - values).abs().max()) <= SAME * max(float(fitted.abs().max()), 0.1):
+                return Cause.at(id, self.part, words) if id else None, values
+        return Cause.at("not-loaded", self.part, f"the {leaf} does not hold the checkpoint's values"), fitted
+
+    def _divided(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
+        """Another epsilon, or another divisor of each token."""
+        used = self.weight.abs() > LEAST * self.weight.abs().max()
+        z, inner = ((seen.value - self.bias) / torch.where(used, self.weight, 1.0))[..., used], x[..., used]
+        middle = inner - inner.mean(-1, keepdim=True)
+        factor = (middle * z).sum(-1) / middle.square().sum(-1).clamp(min=1e-300)
+        shift = z.mean(-1) - factor * inner.mean(-1)
+        general = (x * factor[..., None] + shift[..., None]) * self.weight + self.bias
+        if distinct(x[rows]) < 3 or seen.fitted(general, rows) is None:
+            return
+        eps = float((factor**-2 - x.var(-1, correction=0))[rows].median())
+        if eps > 0 and abs(eps - self.eps) > SAME * self.eps:
+            words = f"epsilon is {eps:.4g}; the checkpoint's is {self.eps:g}"
+            value = layer_norm(x, self.weight, self.bias, eps)
+            yield seen.fitted(value, rows, Cause.at("layernorm-eps", self.part, words))
+        words = "each token is not divided by its own standard deviation, but by something else"
+        yield seen.fitted(general, rows, Cause.at("layernorm-not-normalising", self.part, words))
