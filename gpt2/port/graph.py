@@ -66,9 +66,10 @@ THIRDS = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
 # Each linear node with the checkpoint's module.
 MODULES = {"attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.c_proj": "attn.c_proj"}
 MODULES |= {"mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj"}
+SQUARE = ("attn.scores", "attn.weights")  # of tokens and keys
 HEADED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # streams that may be recorded by heads
 # Axes along which a program may write a value in pieces, by node; rows of the batch and tokens, if not here.
-AXES = {**dict.fromkeys((*HEADED, "attn.mixed"), (1, 0, 2)), **dict.fromkeys(("attn.weights", "attn.scores"), (1, 0))}
+AXES = {**dict.fromkeys((*HEADED, "attn.mixed"), (1, 0, 2)), **dict.fromkeys(SQUARE, (1, 0))}
 PIECES = (0, 1)
 SMALL = 1 << 24  # parameters of the blocks times tokens of a small model
 TEXT, ROWS = "text", "rows"  # what else than the tokens before it a token's value may depend on: later tokens, other rows
@@ -105,15 +106,11 @@ class Entrance:
     state: State
     after: int = -1
 
-    def cut(self, rows: int, tokens: int) -> Entrance:
+    def cut(self, rows: int, tokens: int, dtype: torch.dtype) -> Entrance:
         """Return the entrance on the first tokens of the first rows."""
-        square = ("attn.scores", "attn.weights")
-        heads = {node: x[:rows, :, :tokens] for node, x in self.state.items() if x.ndim == 4}
-        heads |= {node: heads[node][..., :tokens] for node in square if node in heads}
-        return Entrance(self.layer, {node: x[:rows, :tokens] for node, x in self.state.items()} | heads, self.after)
-
-    def to(self, dtype: torch.dtype) -> Entrance:
-        return Entrance(self.layer, {node: tensor.to(dtype) for node, tensor in self.state.items()}, self.after)
+        cut = {node: x[:rows, :, :tokens] if x.ndim == 4 else x[:rows, :tokens] for node, x in self.state.items()}
+        cut |= {node: cut[node][..., :tokens] for node in SQUARE if node in cut}
+        return Entrance(self.layer, {node: x.to(dtype) for node, x in cut.items()}, self.after)
 
 
 class Model:

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.graph import ATTENTION, COST, OUTSIDE, TEXT, Calls, Edits, Formula, Model, Site, State
+from gpt2.port.graph import ATTENTION, COST, OUTSIDE, SQUARE, TEXT, Calls, Edits, Formula, Model, Site, State
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
@@ -27,7 +27,6 @@ IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
 IN_STEPS = "from token {} on, as in steps after a prompt"
 MOST_TOKENS = 24  # up to which every length of a prompt is tried on a small model
 CHUNKS = (8, 4, 16, 2, 5, 3, 6, 7)  # tokens that are read at a time
-SQUARE = ("attn.scores", "attn.weights")  # of tokens and keys
 
 
 def family(make: Family) -> Family:

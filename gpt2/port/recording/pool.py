@@ -89,19 +89,10 @@ class Pool:
         """Return the allowed relative error of a stage's value, from exact inputs."""
         if self.tolerance is None:
             return LOOSE if self.narrow else STRICT
-        part = {"act": "mlp.act", "weights": "attn.weights"}.get(place, place)
-        return self.tolerance.stages.get(part, self.tolerance.stage)
+        return self.tolerance.stages.get(place, self.tolerance.stage)
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for number in self._by_size.get(numel, [])]
-
-    def fault_bound(self, place: str) -> float:
-        """The largest error of a match that shows a fault at a place, such as "ln_1"."""
-        return self.tolerance_at(place) / FAULT_MARGIN
-
-    def find_at(self, place: str, value: Tensor, *axes: int) -> Match | None:
-        """Do :meth:`find` with the bound for a place."""
-        return self.find(value, *axes, bound=self.tolerance_at(place))
 
     def find(self, value: Tensor, *axes: int, bound: float | None = None) -> Match | None:
         """Return the best match of a value within ``bound``: whole, else slice by slice along one of ``axes``, else along all.

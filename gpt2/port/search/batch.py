@@ -43,7 +43,7 @@ class Batch:
         if part.softmaxed:
             self.wanted = self._centred(self.wanted.clamp(min=1e-12).log() if part.softmaxed == "softmax" else self.wanted)
         self.rows, length = self.model.ids.shape
-        cut = part.entrance and part.entrance.cut(self.rows, length).to(whole.dtype)
+        cut = part.entrance and part.entrance.cut(self.rows, length, whole.dtype)
         self.entrance = cut or Entrance(0, {"x": self.model.embed()})
         self.streams = {self.entrance.layer: self.entrance.state["x"]}  # GPT-2's, by the block that they enter
         widest = max(config.inner, 3 * config.n_embd, config.n_head * length, len(self.columns))

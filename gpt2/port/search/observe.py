@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
-from gpt2.port.recording.pool import Pool
+from gpt2.port.recording.pool import FAULT_MARGIN, Pool
 from gpt2.port.terms.tolerance import UNITS
 
 LIKENESS = 10  # operators with which an array is compared
@@ -42,8 +42,8 @@ class Observation:
         given = split(value, self.heads) if node in HEADED and value.shape[-1] % self.heads == 0 else value
         if node == "attn.scores" and value.shape[-1] == value.shape[-2]:
             given = value.tril()
-        match = self.pool.find_at(node, given, *AXES.get(node, PIECES))
-        if match is None or (fault and match.error > self.pool.fault_bound(node)):
+        match = self.pool.find(given, *AXES.get(node, PIECES), bound=(bound := self.pool.tolerance_at(node)))
+        if match is None or (fault and match.error > bound / FAULT_MARGIN):
             return None
         several = value.ndim == 3 and value[..., 0].numel() > 1
         if not bool(value.any()) or (several and bool((value == value[:1, :1]).all())):
