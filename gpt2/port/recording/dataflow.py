@@ -1,20 +1,26 @@
-"""Data types of a recorded forward pass: which elements each operator computed, and from which other elements.
+"""A recorded forward pass: which elements each operator computed, and from which other elements.
 
 Every element of a parameter or buffer, every token id and every computed element has a number, its id. Views, slices and copies
 keep the ids. Nothing depends on names or module types. :mod:`.recorder` makes recordings.
+
+:class:`Graph` has for each storage a tensor of its elements' ids, as shadow memory in memory debuggers: views share it, so that
+slicing and writing in place need no code. Parameters are never written to; their ids follow from strides and take no memory.
 """
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
 NO_ID = -1  # the element depends on no parameter and on no token
 
 
@@ -90,16 +96,12 @@ class Node:
     @property
     def weights(self) -> Tensor | Region:
         """The parameters' ids (*shape, K) of a projection, which is a contraction with parameters."""
-        assert self.weight is not None
-        return self.operands[self.weight]
+        return self.operands[cast(int, self.weight)]
 
     @property
     def inputs(self) -> Tensor:
         """The activations' ids (*shape, K) of a projection."""
-        assert self.weight is not None
-        inputs = self.operands[1 - self.weight]
-        assert isinstance(inputs, Tensor)
-        return inputs
+        return cast(Tensor, self.operands[1 - cast(int, self.weight)])
 
 
 class Use(NamedTuple):
@@ -170,3 +172,187 @@ def without_repeats(tensor: Tensor) -> Tensor:
     """Return a view in which each expanded axis has length 1."""
     kept = [n if stride or n == 0 else 1 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)]
     return tensor.as_strided(kept, tensor.stride())
+
+
+class Dependence(NamedTuple):
+    """Whether elements depend on the token ids, and whether on a source."""
+
+    tokens: bool
+    sources: bool
+
+
+class Graph:
+    """The ids of all tensors so far, and the ``nodes``; ids below ``tokens`` are sources, then come token ids and results."""
+
+    def __init__(self, module: nn.Module, ids: Tensor) -> None:
+        self.nodes: list[Node] = []
+        self.sources: list[Holder] = []
+        self.uses: dict[int, set[Use]] = {}
+        self._next = 0
+        self._copies: dict[int, tuple[frozenset[int], Use]] = {}  # storage of a copy -> its sources' storages, and its change
+        self._first_ids: dict[int, int] = {}  # storage of a source -> its first id
+        self._ids: dict[int, tuple[Tensor, int]] = {}  # storage -> ids of its elements, and their size in bytes
+        self._alive: list[torch.UntypedStorage] = []  # keeps addresses from being reused
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        buffers = {name: b for name, b in module.named_buffers(remove_duplicate=False) if b.is_floating_point()}
+        for name, tensor in (parameters | buffers).items():
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._first_ids:
+                self._alive.append(storage)
+                self._first_ids[storage._cdata] = self._next
+                self._next += storage.nbytes() // tensor.element_size()
+            first = self._first_ids[storage._cdata]
+            self.sources.append(Holder(name, _region(first, tensor), first, name in parameters))
+        self.tokens = self._next
+        self._starts = [0, self.tokens]  # the first id of the sources, of the tokens, and of each node
+        self._dependences = [Dependence(False, True), Dependence(True, False)]
+        self.write(ids, self._new(ids.shape))
+
+    def _new(self, shape: tuple[int, ...]) -> Tensor:
+        numel = torch.Size(shape).numel()
+        self._next += numel
+        return torch.arange(self._next - numel, self._next).view(shape)
+
+    def has(self, tensor: Tensor) -> bool:
+        """Return whether any element of its storage may have an id."""
+        storage = tensor.untyped_storage()._cdata
+        return storage in self._first_ids or storage in self._ids
+
+    def region(self, tensor: Tensor) -> Region | None:
+        """Return the ids of a view into a source; None for other tensors."""
+        first = self._first_ids.get(tensor.untyped_storage()._cdata)
+        return None if first is None else _region(first, tensor)
+
+    def copied_from(self, tensor: Tensor) -> tuple[frozenset[int], Use] | None:
+        """Return the storages and the change of a source, or of a copy of sources; None for other tensors."""
+        storage = tensor.untyped_storage()._cdata
+        if storage in self._first_ids:
+            return frozenset({self._first_ids[storage]}), Use()
+        return self._copies.get(storage)
+
+    def mark_copy(self, tensor: Tensor, inputs: list[Tensor], scale: float = 1.0, shift: float = 0.0) -> None:
+        """Mark a tensor as a scaled and shifted copy of ``inputs``, if these are sources or copies of sources."""
+        origins = [self.copied_from(x) for x in inputs if self.has(x)]
+        copies = [origin for origin in origins if origin is not None]
+        if copies and len(copies) == len(origins) and len({use for _, use in copies}) == 1:
+            before = copies[0][1]
+            use = Use(before.scale * scale, before.shift * scale + shift)
+            self._copies[tensor.untyped_storage()._cdata] = frozenset().union(*(sources for sources, _ in copies)), use
+
+    def mark_use(self, tensor: Tensor) -> None:
+        """Note that an operator computed with a source, or with a copy of one."""
+        sources, use = self.copied_from(tensor) or ((), Use())
+        for source in sources:
+            self.uses.setdefault(source, set()).add(use)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Return a copy of the current ids of a tensor's elements; None if no element has one."""
+        region = self.region(tensor)
+        if region is not None:
+            return region.ids()
+        ids = self._view(tensor)
+        return None if ids is None else ids.clone()
+
+    def or_blank(self, tensor: Tensor) -> Tensor:
+        """Like :meth:`of`, with ``NO_ID`` in place of None."""
+        ids = self.of(tensor)
+        return torch.full(tensor.shape, NO_ID) if ids is None else ids
+
+    def write(self, tensor: Tensor, ids: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._ids:
+            self._alive.append(storage)
+            elements = storage.nbytes() // tensor.element_size()
+            self._ids[storage._cdata] = torch.full((elements,), NO_ID), tensor.element_size()
+        view = self._view(tensor)
+        if view is not None:
+            view.copy_(ids)
+
+    def _view(self, tensor: Tensor) -> Tensor | None:
+        ids, size = self._ids.get(tensor.untyped_storage()._cdata, (None, 0))
+        if ids is None or size != tensor.element_size():
+            return None
+        return ids.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+    def add(
+        self,
+        kind: NodeKind,
+        op: str,
+        shape: tuple[int, ...],
+        *operands: Tensor | Region,
+        weight: int | None = None,
+        index: Tensor | None = None,
+    ) -> Tensor:
+        tokens, sources = (any(needs) for needs in zip((False, False), *map(self.dependence, operands), strict=True))
+        need = Dependence(tokens or kind is NodeKind.LOOKUP, sources)
+        self._starts.append(self._next)
+        self._dependences.append(need)
+        self.nodes.append(Node(kind, op, self._next, tuple(shape), operands, *need, weight, index))
+        return self._new(shape)
+
+    def elementwise(self, op: str, shape: tuple[int, ...], *operands: Tensor | None) -> Tensor:
+        """Add a node over ids that broadcast to ``shape``; None is an operand without ids."""
+        return self.add(NodeKind.ELEMENTWISE, op, shape, *(x.expand(shape) for x in operands if x is not None))
+
+    def contraction(self, op: str, a: Factor, b: Factor) -> Tensor:
+        """Add sums of products of two tensors."""
+        for hot, table in ((a, b), (b, a)):
+            if (taken := self._one_hot_lookup(op, hot, table)) is not None:
+                return taken
+        operands = [self._operand(*factor) for factor in (a, b)]
+        shape = tuple(operands[0].shape[:-1])
+        known = [operand for operand in operands if any(self.dependence(operand))]
+        if len(known) < 2:  # one factor is a constant
+            return self.add(NodeKind.OTHER, op, shape, *known)
+        weights = [number for number, operand in enumerate(operands) if self.is_source(operand)]
+        return self.add(NodeKind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
+
+    def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
+        """Return the ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""
+        region = self.region(view(tensor)) if self.region(tensor) is not None else None
+        return view(self.or_blank(tensor)) if region is None else region
+
+    def _one_hot_lookup(self, op: str, hot: Factor, table: Factor) -> Tensor | None:
+        """Record a product with one-hot vectors as a lookup if the vectors depend on tokens; None for other products."""
+        if self.region(hot[0]) is not None or not self.has(table[0]):
+            return None
+        need = self.dependence(self.or_blank(hot[0]))
+        once = without_repeats(values := hot[1](hot[0]))
+        if need.sources or not once.numel() or not bool((((once == 1).sum(-1) == 1) & ((once != 0).sum(-1) == 1)).all()):
+            return None
+        index = once.argmax(-1).expand(values.shape[:-1])
+        operand = self._operand(*table)
+        entries = operand.ids() if isinstance(operand, Region) else operand
+        taken = entries.gather(-1, index[..., None])[..., 0]
+        return self.add(NodeKind.LOOKUP, op, taken.shape, taken, index=index) if need.tokens else taken
+
+    def owner(self, ids: Tensor) -> Node | None:
+        """Return the one node that computed all these elements, or None."""
+        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
+        return self.nodes[owners.pop() - 2] if len(owners) == 1 and min(owners) >= 2 else None
+
+    def _owner(self, id: int) -> int:
+        """Return the element's index in ``_starts``; -1 for an element without an id."""
+        return bisect.bisect_right(self._starts, id) - 1
+
+    def dependence(self, operand: Tensor | Region) -> Dependence:
+        """Return what any of these elements depends on."""
+        if isinstance(operand, Region):
+            return Dependence(False, True)
+        ids = without_repeats(operand)
+        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
+        if len(owners) > 1:
+            owners = set((torch.searchsorted(torch.tensor(self._starts), ids.contiguous(), right=True) - 1).unique().tolist())
+        known = [self._dependences[number] for number in owners if number >= 0]
+        return Dependence(any(one.tokens for one in known), any(one.sources for one in known))
+
+    def is_source(self, operand: Tensor | Region) -> bool:
+        """Return whether all elements are parameters or buffers themselves."""
+        if isinstance(operand, Region) or not operand.numel():
+            return isinstance(operand, Region)
+        low, high = without_repeats(operand).aminmax()
+        return int(low) >= 0 and int(high) < self.tokens
+
+
+def _region(first: int, tensor: Tensor) -> Region:
+    return Region(first + int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())

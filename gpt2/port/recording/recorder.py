@@ -18,10 +18,9 @@ from torch.utils._pytree import tree_map
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.recording.dataflow import NO_ID, NodeKind, Recording
+from gpt2.port.recording.dataflow import NO_ID, Graph, NodeKind, Recording
 from gpt2.port.recording.dispatch import OperatorCall, OperatorMode, tensors
 from gpt2.port.recording.forward import ForwardError, plain_attention
-from gpt2.port.recording.graph import Graph
 
 # Operators that only copy, and the arguments that are copied.
 COPIES = set(
