@@ -148,18 +148,15 @@ def formulas(model: Model) -> Iterator[Alternative]:
 
 @family
 def numbers(model: Model) -> Iterator[Alternative]:
-    """Yield norms with other weights and biases."""
+    """Yield norms with the weight or bias of the other norm of the block."""
     for leaves, what in (((0,), "the weight is"), ((1,), "the bias is"), ((0, 1), "weight and bias are")):
-        one = Alternative("wrong-tensor", f"{what} cut to the first number, for all features", {}, rare=True)
-        yield from in_norms(one, partial(_applied, leaves, False))
         id = "norms-swapped" if len(leaves) == 2 else "wrong-tensor"
         one = Alternative(id, f"{what} taken from the other norm of the block", {}, rare=len(leaves) == 1)
-        yield from in_norms(one, partial(_applied, leaves, True), OTHERS)
+        yield from in_norms(one, partial(_swapped, leaves), OTHERS)
 
 
-def _applied(leaves: tuple[int, ...], swapped: bool, c: Site, x: Tensor, part: str) -> Tensor:
-    """Return the norm with its weight (0) or bias (1) ``swapped`` with the other norm's, or cut to their first number."""
-    own = c.numbers(part)
-    other = c.numbers(OTHERS[part]) if swapped else [one[:1].expand_as(one) for one in own]
+def _swapped(leaves: tuple[int, ...], c: Site, x: Tensor, part: str) -> Tensor:
+    """Return the norm with the weight (0) or bias (1) of the other norm."""
+    own, other = c.numbers(part), c.numbers(OTHERS[part])
     weight, bias = (other[leaf] if leaf in leaves else own[leaf] for leaf in (0, 1))
     return layer_norm(x, weight, bias, c.config.layer_norm_epsilon)

@@ -96,7 +96,8 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
         node: (lambda c, s, node=node: c.right(node, {**s, "x": c.embedded(s["x"])})) for node in ("ln_1", "mid")
     }
     yield Alternative("layer-missing", words, begins, "", silent=lambda layer: layer == 0)
-    yield Alternative("layer-repeated", "it runs twice, on its own result", {"": _again})
+    again: Formula = lambda c, s: run_block(c, {"x": c.right("", s)}, {})[""]  # noqa: E731
+    yield Alternative("layer-repeated", "it runs twice, on its own result", {"": again})
     words = "the feed-forward takes the stream before attention"
     yield Alternative("parallel-block", words, {"ln_2": Rerouted("ln_2", "mid", "x")}, "")
     yield Alternative("parallel-block", f"{words}, and no norm of its own", {"ln_2": lambda c, s: s["x"]}, "", rare=True)
@@ -109,10 +110,6 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     yield Alternative(id, words, {"attn.c_proj": partial(_around, True)})
     also = (("missing-bias", "no bias is added"),)
     yield Alternative(id, f"{words}, and the layer has no bias", {"attn.c_proj": partial(_around, False)}, also=also, rare=True)
-
-
-def _again(c: Site, s: State) -> Tensor:
-    return run_block(c, {"x": c.right("", s)}, {})[""]
 
 
 def _around(biased: bool, c: Site, s: State) -> Tensor:

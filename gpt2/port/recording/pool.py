@@ -7,7 +7,7 @@ float64 numbers do not agree to 1e-12 by chance.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, insort
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -55,9 +55,8 @@ class Pool:
         self.logits = torch.empty(0)
         self.logits_dtype = torch.float64
         self.budget = Budget()
-        self._by_size: dict[int, list[int]] = {}
+        self._by_size: dict[int, list[tuple[float, int]]] = {}  # sum and number of the entries, by their sums
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
-        self._ranked: dict[int, list[tuple[float, int]]] = {}  # by size: sum and number of the entries, by their sums
         self._sorted: dict[int, Tensor] = {}
 
     def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64, whole: bool = True) -> None:
@@ -66,9 +65,8 @@ class Pool:
         self.dtypes.append(dtype)
         self.whole.append(whole)
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
-        self._by_size.setdefault(entry.numel(), []).append(len(self.entries))
-        self._ranked.pop(entry.numel(), None)
         self._sums.append(_sums(entry))
+        insort(self._by_size.setdefault(entry.numel(), []), (self._sums[-1][0], len(self.entries)))
         self.entries.append(entry)
 
     @property
@@ -83,7 +81,7 @@ class Pool:
     def again(self, number: int) -> set[int]:
         """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
         mine, alike = self.entries[number].flatten(), self._by_size[self.entries[number].numel()]
-        return {n for n in alike if n == number or torch.equal(self.entries[n].flatten(), mine)}
+        return {n for _, n in alike if n == number or torch.equal(self.entries[n].flatten(), mine)}
 
     def tolerance_at(self, place: str) -> float:
         """Return the allowed relative error of a stage's value, from exact inputs."""
@@ -92,7 +90,7 @@ class Pool:
         return self.tolerance.stages.get(place, self.tolerance.stage)
 
     def of_size(self, numel: int) -> list[Tensor]:
-        return [self.entries[number] for number in self._by_size.get(numel, [])]
+        return [self.entries[number] for _, number in self._by_size.get(numel, [])]
 
     def find(self, value: Tensor, *axes: int, bound: float | None = None) -> Match | None:
         """Return the best match of a value within ``bound``: whole, else slice by slice along one of ``axes``, else along all.
@@ -142,10 +140,8 @@ class Pool:
         n = value.numel()
         if not n or n not in self._by_size:
             return None
-        if n not in self._ranked:
-            self._ranked[n] = sorted((self._sums[number][0], number) for number in self._by_size[n])
         self.budget.spend(LOOKED, 2 * n)
-        (first, second), ranked, numbers = _sums(value), self._ranked[n], []
+        (first, second), ranked, numbers = _sums(value), self._by_size[n], []
         size = max(math.sqrt(second / n), 1e-300) * n
         margin = (bound + max(UNITS[dtype][0] for dtype in set(self.dtypes))) * size + 1e-290
         for total, number in ranked[bisect_left(ranked, (first - margin,)) :]:

@@ -32,10 +32,6 @@ class Divergence:
         """The number of its block, None outside the blocks."""
         return layer_of(self.point)
 
-    def printed(self) -> dict[str, str | int | float | None]:
-        """Return what a report says of it."""
-        return {"point": self.point, "layer": self.layer, "error": self.error}
-
 
 @dataclass(frozen=True)
 class Diagnosis:
@@ -62,8 +58,9 @@ class Diagnosis:
 
     def to_json(self) -> str:
         """Return the diagnosis as JSON; a number that is not finite is null."""
-        first = self.first_divergence
-        values = vars(self) | {"first_divergence": first and first.printed(), "causes": [one.printed() for one in self.causes]}
+        at = self.first_divergence
+        first = at and {"point": at.point, "layer": at.layer, "error": at.error}
+        values = vars(self) | {"first_divergence": first, "causes": [one.printed() for one in self.causes]}
         values |= {"environment": asdict(environment([torch.float64]))}
         values = json.loads(json.dumps(values), parse_constant=lambda _: None)
         return json.dumps(values, indent=2, ensure_ascii=False)
