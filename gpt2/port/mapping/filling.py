@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
-from gpt2.port.mapping.mapping import KEEP, ZERO, WeightMap
+from gpt2.port.mapping.mapping import AT_ONCE, KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
 from gpt2.port.recording.dataflow import Holder, Use
 from gpt2.port.recording.forward import Borrowed
 
 ROUNDING = 1e-15
 NORM_WEIGHTS = ("ln_1.weight", "ln_2.weight", "ln_f.weight")
-MAX_ENTRIES = 1 << 22  # entries filled at a time, to save memory
 
 
 def fill(borrowed: Borrowed, mapping: WeightMap, state: Mapping[str, Tensor]) -> list[tuple[Holder, MappingRow | None, str]]:
@@ -54,7 +53,7 @@ def _are_sines(table: Tensor) -> bool:
 
 def put(target: Tensor, entries: Tensor, mapping: WeightMap, state: Mapping[str, Tensor], use: Use) -> None:
     """Write the checkpoint's entries into a parameter; invert ``use``, so that the forward pass computes with the entries."""
-    if target.numel() > MAX_ENTRIES and len(target) > 1:
+    if target.numel() > AT_ONCE and len(target) > 1:
         for half, numbers in zip(target.chunk(2), entries.chunk(2), strict=True):
             put(half, numbers, mapping, state, use)
         return

@@ -21,7 +21,7 @@ from gpt2.port.terms.places import Place
 
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
 TABLES = ("wte", "wpe")
-AT_ONCE = 1 << 22  # entries that are placed at a time, to save memory
+AT_ONCE = 1 << 22  # entries that are placed or written at a time, to save memory
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
 

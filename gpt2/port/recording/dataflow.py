@@ -275,16 +275,12 @@ class Graph:
         return ids.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def add(
-        self,
-        kind: NodeKind,
-        op: str,
-        shape: tuple[int, ...],
-        *operands: Tensor | Region,
-        weight: int | None = None,
-        index: Tensor | None = None,
+        self, kind: NodeKind, op: str, shape: tuple[int, ...], *operands: Tensor | Region, index: Tensor | None = None
     ) -> Tensor:
         tokens, sources = (any(needs) for needs in zip((False, False), *map(self.dependence, operands), strict=True))
         need = Dependence(tokens or kind is NodeKind.LOOKUP, sources)
+        weights = [number for number, one in enumerate(operands) if kind is NodeKind.CONTRACTION and self.is_source(one)]
+        weight = weights[0] if len(weights) == 1 else None
         self._starts.append(self._next)
         self._dependences.append(need)
         self.nodes.append(Node(kind, op, self._next, tuple(shape), operands, *need, weight, index))
@@ -304,8 +300,7 @@ class Graph:
         known = [operand for operand in operands if any(self.dependence(operand))]
         if len(known) < 2:  # one factor is a constant
             return self.add(NodeKind.OTHER, op, shape, *known)
-        weights = [number for number, operand in enumerate(operands) if self.is_source(operand)]
-        return self.add(NodeKind.CONTRACTION, op, shape, *operands, weight=weights[0] if len(weights) == 1 else None)
+        return self.add(NodeKind.CONTRACTION, op, shape, *operands)
 
     def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
         """Return the ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""

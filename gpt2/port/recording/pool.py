@@ -87,7 +87,7 @@ class Pool:
         """Return the allowed relative error of a stage's value, from exact inputs."""
         if self.tolerance is None:
             return LOOSE if self.narrow else STRICT
-        return self.tolerance.stages.get(place, self.tolerance.stage)
+        return self.tolerance.stages.get(place) or max(self.tolerance.stages.values())
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for _, number in self._by_size.get(numel, [])]

@@ -97,11 +97,9 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
     kept = [axis for axis in range(x.ndim) if axis not in summed]
     place = node.place(ids.permute(*kept, *summed).flatten(len(kept)))
     operands = [operand[place].flatten(len(kept)) for operand in node.operands]
-    weights = [number for number, operand in enumerate(operands) if graph.is_source(operand)]
-    if len(weights) > 1 or not all(any(graph.dependence(operand)) for operand in operands):
+    if sum(map(graph.is_source, operands)) > 1 or not all(any(graph.dependence(operand)) for operand in operands):
         return None
-    weight = weights[0] if weights else None
-    return graph.add(NodeKind.CONTRACTION, "sum", operands[0].shape[:-1], *operands, weight=weight).view(shape)
+    return graph.add(NodeKind.CONTRACTION, "sum", operands[0].shape[:-1], *operands).view(shape)
 
 
 HANDLERS: dict[str, Handler] = {

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -36,11 +35,6 @@ class Tolerance:
     dtype: torch.dtype
     points: dict[str, float]
     stages: dict[str, float]
-
-    @cached_property
-    def stage(self) -> float:
-        """The allowed error from one recorded value to the next, at any place."""
-        return max(self.stages.values())
 
 
 def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torch.dtype) -> Tolerance:
