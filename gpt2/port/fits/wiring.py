@@ -13,7 +13,6 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.port.alternatives.activations import FUNCTIONS
 from gpt2.port.alternatives.attention import scale_faults
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
 from gpt2.port.graph import right_scale
@@ -61,20 +60,11 @@ def scores_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer: 
 
 
 def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
-    """Return the function of one number that gives each recorded one, if there is one, with the likest of the known ones."""
+    """Return the function of one number that gives each recorded one, if there is one, by some of its values."""
     u, y = x[rows].flatten(), seen.value[rows].flatten()
     span, width = (float(values.max() - values.min()) for values in (y, u))
     if span == 0 or width == 0:  # one number throughout
         return None
-    columns = torch.stack([formula(u) for _, formula in FUNCTIONS.values()])
-    ratio = (columns @ y) / columns.square().sum(1).clamp(min=1e-300)
-    errors = (ratio[:, None] * columns - y).abs().amax(1).nan_to_num(torch.inf)
-    for number in errors.argsort()[:3].tolist():
-        words, function = list(FUNCTIONS.values())[number]
-        times = nice(float(ratio[number]))
-        fault = Cause.at("gelu-variant", "mlp.act", f"your activation is {'' if times == 1 else f'{times:.6g} times '}{words}")
-        if (fit := seen.fitted(times * function(x), rows, fault)) is not None:
-            return fit
     order = u.argsort()
     steps, gaps = y[order].diff(), u[order].diff()
     smooth = steps.abs() <= NEIGHBOURS * span + 4 * gaps * max(span / width, 1.0)
