@@ -25,7 +25,6 @@ from gpt2.checkpoint.checkpoint import Checkpoint, model_with
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 from gpt2.port.mapping import ROUNDED_CONSTANT
-from gpt2.port.mapping.mapping import ZERO, WeightMap
 
 CONFIG = GPT2Config(50, 12, 16, 2, 4, bos_token_id=None, eos_token_id=None)
 FLOAT64 = {name for name, port in PORTS.items() if not port.exact}  # in float32 they hold other numbers than the checkpoint's
@@ -178,28 +177,6 @@ def test_every_faulty_port_is_refused_or_gives_its_own_logits(name: str, folder:
     else:
         casts = any("casts to float32" in note for note in found.notes)  # the module itself rounds
         assert error(module, found) <= ROUNDED_CONSTANT * (10 if casts else 1)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("h.1.attn.c_attn.weight", lambda e: torch.cat((e[:, 5:10], e[:, :5], e[:, 10:]), 1)),  # two heads of q, but not of k
-        ("h.2.attn.c_proj.weight", lambda e: e.t().contiguous()),  # the square one, transposed
-        ("h.0.ln_1.weight", lambda e: e.roll(1)),
-        ("wpe.weight", lambda e: e.roll(1, 0)),
-        ("h.1.mlp.c_fc.bias", lambda e: e.where(torch.arange(52) != 51, ZERO)),  # one entry left out
-    ],
-)
-def test_weights_that_are_read_wrongly_are_refused(
-    name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Negative controls: the check against the module's own logits must find a single wrong entry."""
-    module, entries = model_with(SIZES, hf_layouts.weights(SIZES).items()), WeightMap.entries
-    monkeypatch.setattr(
-        WeightMap, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
-    )
-    with pytest.raises(InputError, match=r"something else than GPT-2's|is added where GPT-2 adds nothing"):
-        checkpoint_of(module)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -132,8 +132,9 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
     ],
 )
 def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Negative controls: the check must find a single wrong entry in any place."""
-    entries = WeightMap.entries
+    """Negative controls: the check must find a single wrong entry in any place, written or read."""
+    entries, filled = WeightMap.entries, Port()
+    load_into(filled, checkpoint())
     monkeypatch.setattr(
         WeightMap, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
     )
@@ -141,6 +142,8 @@ def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor
     assert not report.ok
     assert report.logits_error > 1e-6
     assert ANYTHING in sentences(report)
+    with pytest.raises(InputError, match=r"something else than GPT-2's|is added where GPT-2 adds nothing"):
+        gpt2.checkpoint_of(filled)
 
 
 # Other sizes and vocabularies.
@@ -371,20 +374,14 @@ class Made(nn.Module):
     ("module", "message"),
     [
         ("gpt2", "load_into fills a torch.nn.Module, and was given str; build the module first"),
-        (
-            nn.Embedding(67, 67),
-            "Embedding: nothing in its forward weighs projections of the tokens by one another",
-        ),
+        (nn.Embedding(67, 67), "Embedding: nothing in its forward weighs projections of the tokens by one another"),
         (nn.Linear(4, 4), "Linear: its forward fails on ids of shape (2, 5): RuntimeError"),
         (nn.Embedding(4, 4), "Embedding: its forward fails on ids of shape (2, 5): IndexError: index out of range in self"),
         (
             Made(lambda m, ids: None, table=nn.Embedding(67, 20)),
             "Made: its forward fails on ids of shape (2, 5): ValueError: its forward returns NoneType with no logits in it",
         ),
-        (
-            Made(lambda m, ids: torch.ones(67, 20)[ids]),
-            "Made: it has no parameters to fill; register its weights",
-        ),
+        (Made(lambda m, ids: torch.ones(67, 20)[ids]), "Made: it has no parameters to fill; register its weights"),
         (nn.Linear(4, 4, device="meta"), "Linear: its parameters are on the meta device and hold nothing; build it on the cpu"),
         (nn.Sequential(nn.LazyLinear(4)), "Sequential: its parameters have no shapes yet, and its forward fails"),
     ],
@@ -394,48 +391,20 @@ def test_a_module_that_is_not_gpt2_is_refused_in_one_line(module: nn.Module, mes
     assert refusal(load_into, module, checkpoint()).startswith(message)
 
 
-class Rotary(nn.Module):
-    """A model that looks like GPT-2 and differs: rotary queries and keys, gated feed-forward, RMS norms, shared keys."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tok, self.head = nn.Embedding(67, 20), nn.Linear(20, 67, bias=False)
-        self.q, self.k, self.v, self.o = nn.Linear(20, 20), nn.Linear(20, 10), nn.Linear(20, 10), nn.Linear(20, 20)
-        self.gate, self.up, self.down = nn.Linear(20, 52), nn.Linear(20, 52), nn.Linear(52, 20)
-        self.n1, self.n2, self.n3 = nn.RMSNorm(20), nn.RMSNorm(20), nn.RMSNorm(20)
-
-    def forward(self, ids: Tensor) -> Tensor:
-        x = self.tok(ids)
-        b, t = ids.shape
-        y = self.n1(x)
-        q, k, v = (p(y).view(b, t, -1, 5).transpose(1, 2) for p in (self.q, self.k, self.v))
-        angle = torch.arange(t)[:, None] * torch.ones(5)
-        q, k = (z * angle.cos() + torch.cat((-z[..., 2:], z[..., :2]), -1) * angle.sin() for z in (q, k))
-        y = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), is_causal=True)
-        x = x + self.o(y.transpose(1, 2).flatten(2))
-        y = self.n2(x)
-        return self.head(self.n3(x + self.down(F.silu(self.gate(y)) * self.up(y))))
-
-
 def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
-    """The report must list the differences in sentences, without a traceback."""
-    report = load_into(Rotary(), checkpoint())
+    """A gated feed-forward, RMS norms, no positions: the report lists the differences in sentences, without a traceback."""
+    module = Port(replace(CONFIG, n_layer=1))
+    (block,) = module.blocks
+    block.norm_1, block.norm_2, module.last, block.gate = nn.RMSNorm(20), nn.RMSNorm(20), nn.RMSNorm(20), nn.Linear(20, 52)
+    block.feed = lambda x: block.down(F.silu(block.gate(x)) * block.up(x))
+    module.embed = lambda ids: module.words(ids)
+    report = load_into(module, checkpoint())
     assert not report.ok
     assert "layer-missing at h.1, h.2: your forward runs 1 of the checkpoint's 3 blocks" in report.problems
     assert "position-missing at wpe: your module has no learned positions" in report.problems
 
 
 # The report.
-
-
-def test_every_parameter_has_a_row_that_says_from_where() -> None:
-    """The reader must be able to check each parameter: source and transformation."""
-    rows = {row.name: row for row in load_into(Port(), checkpoint()).rows}
-    assert set(rows) == {name for name, _ in Port().named_parameters()}
-    assert rows["words.weight"].transformation == "none"
-    assert rows["blocks.0.up.weight"].sources == ("h.0.mlp.c_fc.weight",)
-    assert rows["blocks.0.up.weight"].transformation == "transposed"
-    assert rows["blocks.2.k.weight"].transformation == "columns 20:40, transposed"
 
 
 @pytest.mark.parametrize(
@@ -467,7 +436,11 @@ def test_the_table_and_the_json() -> None:
     assert body["ok"] is False
     assert len(body["rows"]) == len(report.rows)
     assert body["unused"]["h.1.attn.c_proj.bias"] == "all of it"
-    assert "\nEQUAL: the logits agree with our model's" in load_into(Port(), checkpoint()).table()
+    report = load_into(Port(), checkpoint())
+    assert "\nEQUAL: the logits agree with our model's" in report.table()
+    rows = {row.name: (row.sources, row.transformation) for row in report.rows}
+    assert set(rows) == {name for name, _ in Port().named_parameters()}
+    assert rows["blocks.2.k.weight"] == (("h.2.attn.c_attn.weight",), "columns 20:40, transposed")
 
 
 def test_a_name_is_as_good_as_a_model() -> None:

@@ -89,16 +89,13 @@ class Linear:
             return
         factors, fit = found
         one, times, own = (factors.get(name, 0.0) for name in ("the product", "the bias", "the layer's input"))
-        projection = self.part == "attn.c_proj"
         if one == 1 and not own:
             words = f"the bias is added {times:g} times" if times else "no bias is added"
             fault = self.fault("extra-bias" if times > 1 else "wrong-tensor" if times else "missing-bias", words, "bias")
-        elif not one:
-            words = f"its result is {formula(factors)}: there is no product with the weight"
-            fault = self.fault("output-projection-missing" if projection and own else "not-loaded", words)
-        elif own == 1:
-            words = "the layer's input is added to its result" + ("" if times else ", and no bias")
-            fault = self.fault("output-projection-missing" if projection else "wrong-tensor", words)
+        elif not one or own == 1:
+            words = f"its result is {formula(factors)}" + ("" if one else ": there is no product with the weight")
+            id = "wrong-tensor" if one else "not-loaded"
+            fault = self.fault("output-projection-missing" if self.part == "attn.c_proj" and own else id, words)
         else:
             id = "logits-scaled" if self.part == "logits" else "wrong-tensor"
             fault = self.fault("residual-scaled" if self.part.endswith("c_proj") else id, f"its result is {formula(factors)}")

@@ -36,8 +36,6 @@ def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str
         return None
     factors, fit = found
     stream, branch, *_ = terms
-    if part == "" and factors == {"the block's input": 1.0}:
-        return seen.fitted(fit.value, rows, Cause.at("layer-missing", "", "the block does not run: its result is its input"))
     id = "residual-scaled" if stream in factors and branch in factors else "residual-missing"
     id = "residual-from-normed" if any("norm" in name for name in factors) else id
     return seen.fitted(fit.value, rows, Cause.at(id, part, f"the sum is {formula(factors)}; GPT-2's is {stream} + {branch}"))

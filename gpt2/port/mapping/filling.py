@@ -106,13 +106,12 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
     shapes = {name: mapping.shapes[name] for name in state}
     weights = {name: torch.full(shape, float(name.endswith(NORM_WEIGHTS)), dtype=torch.float64) for name, shape in shapes.items()}
-    own = Own(weights, {name: torch.zeros(shape, dtype=torch.bool) for name, shape in shapes.items()}, {})
+    own = Own(weights, {name: mapping.placed[name] for name in state}, {})
 
     def take(entries: Tensor, value: Tensor, parameter: str) -> list[str]:
         taken = mapping.by_tensor(entries)
         for name, mine, places in taken:
             weights[name].view(-1)[places] = value[mine]
-            own.placed[name].view(-1)[places] = True
             own.names.setdefault(name, parameter)
         return [name for name, *_ in taken]
 
