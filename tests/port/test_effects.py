@@ -224,20 +224,21 @@ def test_a_fit_beside_a_known_mistake_is_kept(model: gpt2.GPT2) -> None:
     assert found == {"layernorm-not-normalising": "h.*.ln_1", "gelu-variant": "h.*.mlp.act"}
 
 
+def lost_brackets(own: nn.Module, outer: bool = True) -> Callable[[Tensor], Tensor]:
+    def norm(x: Tensor) -> Tensor:
+        mean, root = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
+        return (x - mean / root) * own.weight + own.bias if outer else x - mean / root * own.weight + own.bias
+
+    return norm
+
+
 @pytest.mark.parametrize("outer", [True, False])
 def test_brackets_that_are_missing_in_a_norm_are_named_in_all_norms(outer: bool, model: gpt2.GPT2) -> None:
     """x - mean / sqrt(var + eps), in eleven norms, was found in two blocks where the limit was met, or not at all."""
-
-    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-        mean, root = x.mean(-1, keepdim=True), (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
-        return (x - mean / root) * weight + bias if outer else x - mean / root * weight + bias
-
     module = port(model, act=F.gelu)
     for block in module.transformer["h"]:
-        block.ln_1.forward = lambda x, own=block.ln_1: norm(x, own.weight, own.bias)
-        block.ln_2.forward = lambda x, own=block.ln_2: norm(x, own.weight, own.bias)
-    last = module.transformer["ln_f"]
-    last.forward = lambda x: norm(x, last.weight, last.bias)
+        block.ln_1.forward, block.ln_2.forward = lost_brackets(block.ln_1, outer), lost_brackets(block.ln_2, outer)
+    module.transformer["ln_f"].forward = lost_brackets(module.transformer["ln_f"], outer)
     found = diagnose(module, model)
     assert [cause.id for cause in found.causes] == ["layernorm-not-normalising", "gelu-variant"], found.table()
     assert found.causes[0].where == "h.*.ln_1, h.*.ln_2, ln_f"
@@ -249,13 +250,8 @@ def test_mistakes_beside_one_that_no_formula_gives_are_named(model: gpt2.GPT2) -
     """Lost brackets, erf and a feed-forward bent once more: the last one hid the others, and not a stage was recognised."""
     module = port(model, act=F.gelu)
     for block in module.transformer["h"]:
-        own, project = block.ln_1, block.mlp.c_proj
-
-        def norm(x: Tensor, own: nn.Module = own) -> Tensor:
-            root = (x.var(-1, keepdim=True, unbiased=False) + 1e-5).sqrt()
-            return (x - x.mean(-1, keepdim=True) / root) * own.weight + own.bias
-
-        own.forward, project.forward = norm, lambda x, own=project: F.linear(x, own.weight, own.bias).sin().cumsum(-1)
+        project, block.ln_1.forward = block.mlp.c_proj, lost_brackets(block.ln_1)
+        project.forward = lambda x, own=project: F.linear(x, own.weight, own.bias).sin().cumsum(-1)
     found = diagnose(module, model)
     named = {cause.id: cause.where for cause in found.causes}
     assert named == {"layernorm-not-normalising": "h.*.ln_1", "gelu-variant": "h.*.mlp.act"}, found.table()

@@ -74,10 +74,6 @@ class Pool:
         """The largest error of a right value, by traced point, where it was measured."""
         return {} if self.tolerance is None else self.tolerance.points
 
-    def logits_error(self, value: Tensor, logits: Tensor) -> float:
-        """Return the relative error of ``value`` as the origin of ``logits``, a part of this pool's."""
-        return excess(logits, value, self.logits_dtype)
-
     def again(self, number: int) -> set[int]:
         """Return the entries with the same numbers as one of them: programs write a block's result and the next one's input."""
         mine, alike = self.entries[number].flatten(), self._by_size[self.entries[number].numel()]

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import FAULT_MARGIN, Pool
-from gpt2.port.terms.tolerance import UNITS
+from gpt2.port.terms.tolerance import UNITS, excess
 
 LIKENESS = 10  # operators with which an array is compared
 FAR = 10  # times the tolerance: logits of one token, by their own size
@@ -84,11 +84,11 @@ class Observation:
         given = pool.logits[..., : len(head)]
         bound = pool.tolerance_at("logits")
         pool.budget.spend(6, len(head), normed.shape[0] * head.numel())
-        if pool.logits_error(normed[:, -1:] @ head.T, given[:, -1:]) > FAR * bound:
+        if excess(given[:, -1:], normed[:, -1:] @ head.T, pool.logits_dtype) > FAR * bound:
             return False
         made = (normed @ head.T)[:, -given.shape[1] :]
         pool.budget.spend(6, made.numel(), normed.shape[:2].numel() * head.numel())
-        return made.shape == given.shape and pool.logits_error(made, given) <= bound
+        return made.shape == given.shape and excess(given, made, pool.logits_dtype) <= bound
 
 
 def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:

@@ -49,7 +49,8 @@ def ranked(causes: Iterable[Cause], layers: int, effect: Callable[[Cause], float
         once.setdefault((cause.id, cause.places), cause)
     merged = merge_blocks(once.values(), layers)
     implied = {id for cause in merged for id in IMPLIES.get(cause.id, ())}
-    merged = [cause for cause in merged if not _is_seen_inside(cause, merged)]
+    inside = {cause.id for cause in merged if cause.place.layer is not None} & {"batch-dependent"}  # named where a block does it
+    merged = [cause for cause in merged if cause.id not in inside or cause.place.layer is not None]
     kept = []
     for cause in _join_nested(merged):
         places = _unexplained(cause, merged, layers)
@@ -62,12 +63,6 @@ def ranked(causes: Iterable[Cause], layers: int, effect: Callable[[Cause], float
         return cause.id != "not-deterministic", -(cause.effect or 0.0), forward_rank(cause.place, layers)
 
     return sorted(kept, key=order)
-
-
-def _is_seen_inside(cause: Cause, others: Iterable[Cause]) -> bool:
-    """Return whether a row's logits depend on others by what a block does, which is named there."""
-    inside = (other.id == cause.id and other.place.layer is not None for other in others)
-    return cause.id == "batch-dependent" and cause.place.layer is None and any(inside)
 
 
 def _one_cause_of_biases(causes: Iterable[Cause], layers: int) -> list[Cause]:
