@@ -35,7 +35,7 @@ from gpt2.port.module.weights import WeightComparison
 from gpt2.port.recording.dataflow import Use
 from gpt2.port.recording.dispatch import tensors
 from gpt2.port.recording.forward import Borrowed, plain_attention
-from gpt2.port.recording.pool import Pool, collect
+from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search.blamed import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes

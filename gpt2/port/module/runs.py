@@ -17,10 +17,9 @@ from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.recording.collecting import collect
 from gpt2.port.recording.dispatch import DeterministicMode, FirstNaN, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError
-from gpt2.port.recording.pool import LOOSE, Pool
+from gpt2.port.recording.pool import LOOSE, Pool, collect
 from gpt2.port.search.logits import Reference, require_logits
 from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import Place
