@@ -152,7 +152,7 @@ def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None
                     torch.cat([one[n].values if n in one else 0 * held[n].values for n in names]) for one in (*passes, before)
                 ]
                 basis, size = torch.stack(columns, -1), torch.cat([held[n].values for n in names])[:, None]
-                shares = torch.linalg.lstsq(basis, size).solution
+                shares = torch.linalg.lstsq(basis, size, driver="gelsd").solution  # the default may pivot a column of zeros first
                 shares *= shares.abs() * basis.norm(dim=0)[:, None] >= 1e-9 * size.norm()
                 unknown = unknown or float((basis @ shares - size).norm()) > 1e-6 * float(size.norm())
                 *own, old = shares[:, 0].tolist()

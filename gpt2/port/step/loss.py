@@ -108,7 +108,8 @@ def _free_numbers(wanted: Tensor, at: Tensor, label: int) -> tuple[tuple[float, 
     logits, and a constant.
     """
     hot = F.one_hot(torch.tensor(label), len(at)).double()
-    weight, smoothed = torch.linalg.lstsq(torch.stack([at.softmax(-1) - hot, hot - 1 / len(at)], -1), wanted[:, None]).solution
+    basis = torch.stack([at.softmax(-1) - hot, hot - 1 / len(at)], -1)
+    weight, smoothed = torch.linalg.lstsq(basis, wanted[:, None], driver="gelsd").solution
     x, log = at[wanted > 0], wanted[wanted > 0].log()
     x, log = x - x.mean(), log - log.mean()
     return (float(smoothed / weight), 1.0), (0.0, float(log @ x / (x @ x)))
