@@ -29,6 +29,7 @@ SMALL = (
 COMMANDS = {
     "info": "info model",
     "verify": "verify model --quick",
+    "verify --device": "verify model --device cpu",
     "compare": "compare model model:bf16 --tokens 9",
     "compare of several": "compare model model:bf16 model:f16 --tokens 9",
     "compare --noise": "compare model --noise --tokens 9",
@@ -65,19 +66,12 @@ def test_the_keys_are_those_of_the_output(
     (tmp_path / "model" / "chat.json").write_text('{"before": "Q: ", "after": " A:"}')
     (tmp_path / "port.py").write_text(PORT)
     (tmp_path / "text.txt").write_text("To be, or not to be: that is the question.\n" * 20)
-    assert listed().keys() == {*COMMANDS, "verify --device"}
+    assert listed().keys() == {*COMMANDS}
     for name, command in COMMANDS.items():
         if name in commands:
             check(name, command, capsys)
     assert main(["train", "--list", "--json", "-"]) == 0
     assert json.loads(capsys.readouterr().out)["json_version"] == 4
-
-
-@pytest.mark.slow
-def test_the_keys_of_a_judged_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
-    monkeypatch.chdir(tmp_path)
-    write_checkpoint(tmp_path / "model")
-    check("verify --device", "verify model --device cpu", capsys)
 
 
 def check(name: str, command: str, capsys: pytest.CaptureFixture) -> None:

@@ -30,32 +30,20 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorded(checkpoint: Path) -> tuple[Record, ...]:
     """A record of every kind, computed by transformers and plain loops, without our model's code."""
     model, tokenizer = reference.load_reference(checkpoint, torch.float32), open_path(checkpoint).tokenizer()
-    ids = tokenizer.encode("First Witch:\nWhen shall we")[:6]
-    prompt = tokenizer.encode("When shall")
-
-    def continued(ids: list[int], count: int) -> list[int]:
-        for _ in range(count):
-            with torch.no_grad():
-                ids = [*ids, int(model(torch.tensor([ids])).logits[0, -1].argmax())]
-        return ids[-count:]
-
+    ids, text = tokenizer.encode("First Witch:\nWhen shall we")[:6], tokenizer.encode("When shall")
+    begin, columns = len(text), (0, 5, model.config.vocab_size - 1)
     with torch.no_grad():
         logits = model(torch.tensor([ids])).logits[0]
+        for _ in range(5):
+            text.append(int(model(torch.tensor([text])).logits[0, -1].argmax()))
     loss = torch.nn.functional.cross_entropy(logits[:-1].double(), torch.tensor(ids[1:])).item()
-    columns = (0, 5, model.config.vocab_size - 1)
+    of_ids, picked = {"ids": tuple(ids), "tolerance": 1e-4}, tuple(logits[3, list(columns)].tolist())
     values = {
-        Kind.LOGITS: {
-            "ids": ids,
-            "position": 3,
-            "columns": columns,
-            "values": logits[3, list(columns)].tolist(),
-            "tolerance": 1e-4,
-        },
-        Kind.LOSS: {"ids": ids, "values": [loss], "tolerance": 1e-4},
-        Kind.GREEDY_TEXT: {"prompt": "When shall", "continuation": tokenizer.decode(continued(prompt, 5))},
+        Kind.LOGITS: {**of_ids, "position": 3, "columns": columns, "values": picked},
+        Kind.LOSS: {**of_ids, "values": (loss,)},
+        Kind.GREEDY_TEXT: {"prompt": "When shall", "continuation": tokenizer.decode(text[begin:])},
     }
-    fields = {kind: {key: tuple(x) if isinstance(x, list) else x for key, x in of.items()} for kind, of in values.items()}
-    return tuple(Record("gpt2", kind, Publisher(f"a/{kind.value}", "https://a"), "", **fields[kind]) for kind in Kind)
+    return tuple(Record("gpt2", kind, Publisher(f"a/{kind.value}", "https://a"), "", **values[kind]) for kind in Kind)
 
 
 def wrong(record: Record) -> Record:

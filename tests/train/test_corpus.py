@@ -98,10 +98,10 @@ def test_documents_that_begin_alike_cannot_be_split(recipe, tmp_path):
 
 
 @pytest.fixture
-def drawn(monkeypatch) -> list[tuple[int, int]]:
-    """The windows drawn, by seed and step."""
-    drawn = []
-    monkeypatch.setattr(feed, "batch", lambda *args, **rest: drawn.append((rest["seed"], rest["step"])) or batch(*args, **rest))
+def drawn(monkeypatch) -> list[tuple[int, int, int]]:
+    """The windows drawn, by seed, step and stride."""
+    drawn, keys = [], ("seed", "step", "stride")
+    monkeypatch.setattr(feed, "batch", lambda *args, **rest: drawn.append(tuple(map(rest.get, keys))) or batch(*args, **rest))
     return drawn
 
 
@@ -110,22 +110,20 @@ def test_on_an_accelerator_the_next_step_is_on_its_way(recipe, drawn):
     feeding = Feed(np.arange(200), Ranks(device=torch.device("meta")))
     feeding(recipe, 0)
     feeding.ahead(recipe, 1)
-    assert drawn == [(recipe.seed, 0), (recipe.seed, 1)]
+    assert [each[:2] for each in drawn] == [(recipe.seed, 0), (recipe.seed, 1)]
     feeding(recipe, 1)
     assert len(drawn) == 2
     feeding.ahead(recipe, 2)
     feeding(replace(recipe, seed=5), 2)  # a rewind lies between
-    assert drawn[2:] == [(recipe.seed, 2), (5, 2)]
+    assert [each[:2] for each in drawn[2:]] == [(recipe.seed, 2), (5, 2)]
     feeding.ahead(recipe, recipe.steps)
     assert len(drawn) == 4
 
 
-def test_a_run_in_sliding_windows(recipe, monkeypatch):
+def test_a_run_in_sliding_windows(recipe, drawn):
     """The recipe's stride must reach the code that draws windows."""
-    strides = []
-    monkeypatch.setattr(feed, "batch", lambda *args, **rest: strides.append(rest["stride"]) or batch(*args, **rest))
     Feed(np.arange(200))(replace(recipe, data=replace(recipe.data, stride=16)), 0)
-    assert strides == [16]
+    assert drawn == [(recipe.seed, 0, 16)]
 
 
 def noted(recipe, path, content, **data):
