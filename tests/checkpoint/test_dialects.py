@@ -136,7 +136,7 @@ DIALECTS = {
     "mixed": Dialect("bfloat16 matrices beside float32 norms", hf(mixed)),
     "bin": Dialect("`pytorch_model.bin`, byte masks, `lm_head.decoder.weight`", hf(BIN)),
     "bin-2019": Dialect("the same before torch 1.6: no zip archive", hf(partial(BIN, zipped=False))),
-    "bin-shards": Dialect("sharded `.bin`", hf(torch_layouts.sharded_bin)),
+    "bin-shards": Dialect("sharded `.bin`", hf(partial(sharded, write=torch_layouts.save, name="pytorch_model.bin"))),
     "crfm": Dialect("scores divided by the layer, upcast (stanford-crfm)", hf(official, CRFM, **BY_LAYER)),
     "crfm-oracle": Dialect("the same, judged by the paper's formula", hf(official, CRFM, **BY_LAYER), "oracle"),
     "unscaled": Dialect("`scale_attn_weights: false`", hf(official, UNSCALED, scale_attn_weights=False), "oracle"),

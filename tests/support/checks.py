@@ -67,14 +67,3 @@ def content(directory: Path) -> dict[str, bytes]:
 def report_of(code: str, *arguments: str | Path) -> Any:
     """The JSON in the last output line of `code`, run in a process of its own where every warning is an error."""
     return json.loads(forks.run("-c", code, *arguments, strict=True).stdout.splitlines()[-1])
-
-
-# Source for such a process: its memory in bytes.
-MEMORY = """
-import re
-from pathlib import Path
-def memory(field):  # VmRSS, VmHWM (the peak), RssAnon
-    return int(re.search(field + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
-def reset_peak():
-    Path("/proc/self/clear_refs").write_text("5")
-"""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from support.hf_layouts import TINY, masks, sharded, turned, weights, write_config
+from support.hf_layouts import TINY, masks, turned, weights, write_config
 
 MAGIC, VERSION = 0x1950A86A20F9469CFC6C, 1001  # first bytes of a file from before torch 1.6
 
@@ -51,11 +51,6 @@ def hf_bin(
         state |= dict.fromkeys(("lm_head.weight", "lm_head.decoder.weight"), state[f"{prefix}wte.weight"])
     save(write_config(directory, config) / "pytorch_model.bin", state, zipped=zipped)
     return truth
-
-
-def sharded_bin(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
-    """Several `.bin` files and an index."""
-    return sharded(directory, config, write=save, name="pytorch_model.bin")
 
 
 def linear(truth: Mapping[str, Tensor], prefix: str = "transformer.") -> dict[str, Tensor]:
