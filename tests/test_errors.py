@@ -52,3 +52,17 @@ def test_a_panic_of_a_library_is_one_line(monkeypatch: pytest.MonkeyPatch, capsy
 
     monkeypatch.setattr(describe, "describe", panic)
     assert "a library failed on these files (index out of bounds); fetch or write them again" in mistake(capsys, "info")
+
+
+def test_what_a_test_leaves_behind_is_seen(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control of the fixtures in conftest.py, which fail such a test."""
+    left = request.config.pluginmanager.get_plugin(str(Path(__file__).parent / "conftest.py"))
+    process, package = left.of_the_process(), left.of_the_package()
+    monkeypatch.setenv("LEFT", "1")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("torch.get_num_threads", lambda: 99)
+    monkeypatch.setattr(describe, "describe", print)
+    assert left.differ(process, left.of_the_process()) == {"$LEFT", "folder", "torch"}
+    assert left.differ(package, left.of_the_package()) == {"gpt2.checkpoint.describe.describe"}
