@@ -168,19 +168,17 @@ class _Check:
         return float(off / self.truth.abs().max())
 
     def by(self, module: str, program: str) -> Opened:
-        open_it: Callable[[], Outcome] = getattr(self, f"_{module}")
         try:
-            return Opened(program, *open_it())
+            return Opened(program, *getattr(self, f"_{module}")())
         except Exception as error:  # another program's code may raise anything
             why = str(error) if isinstance(error, InputError) else error_line(error)
             return Opened(program, None, None, False, f"does not open it: {why}")
 
     def _values(self, values: Mapping[str, Tensor]) -> Outcome:
         wrong = [name for name, tensor in self.weights.items() if not torch.equal(values[name].double(), tensor.double())]
-        if not wrong:
-            return None, None, True, f"every value of {len(self.weights)} tensors"
-        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
-        return None, None, False, f"{wrong[0]}{more} {'have' if more else 'has'} other values than the source"
+        have = f" and {len(wrong) - 1} more have" if len(wrong) > 1 else " has"
+        said = f"{wrong[0]}{have} other values than the source" if wrong else f"every value of {len(self.weights)} tensors"
+        return None, None, not wrong, said
 
     def _logits(self, side: Side, ours: GPT2, encode: Callable[[str], Sequence[int]] | None = None) -> Outcome:
         with side:
@@ -203,9 +201,8 @@ class _Check:
         return self._values({name: read(name, torch.float64) for name in self.weights})
 
     def _transformers(self) -> Outcome:
-        encode = None
-        if self.tokenizer is not None and (self.folder / "vocab.json").is_file():
-            encode = partial(auto_ids, auto_tokenizer(self.folder))
+        known = self.tokenizer is not None and (self.folder / "vocab.json").is_file()
+        encode = partial(auto_ids, auto_tokenizer(self.folder)) if known else None
         side = CheckpointSide.open(f"hf/{self.folder}", offline=True)
         return self._logits(side, self._ours(self.model.wte.weight.dtype), encode)
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
-from gpt2.comparison.sides.side import Read, Shown, Side, environment_of, vocabulary
+from gpt2.comparison.sides.side import Read, Shown, Side, environment_of
 from gpt2.comparison.sides.trace_side import require_name, saving
 from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
 from gpt2.comparison.words import compare_words
@@ -219,8 +219,8 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
 
 def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:
     """Find which parts of b's weights carry the difference from a."""
-    vocab, seed, progress = vocabulary(a, b, a.tokenizer, b.tokenizer), settings.seed, settings.progress
-    return find_blame(*_shared(a, b), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=progress)
+    how: Any = {"vocab": min(a.vocab, b.vocab), "seed": settings.seed, "progress": settings.progress}
+    return find_blame(*_shared(a, b), passage.ids, passage.windows, **how)
 
 
 def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read, Read]:

@@ -14,7 +14,7 @@ from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engines import CTranslate2Side, LlamaCppSide, OnnxSide
 from gpt2.comparison.sides.port import PortSide
-from gpt2.comparison.sides.side import Side, first_tokenizer, vocabulary
+from gpt2.comparison.sides.side import Side, first_tokenizer
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
 from gpt2.comparison.sides.trace_side import TraceSide
 from gpt2.errors import InputError
@@ -97,7 +97,7 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
         raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
     if text is None or tokenizer is None:
         name = f"random ids, as no tokenizer is here to read {settings.on}" if settings.on else "random ids"
-        if not (vocab := vocabulary(*sides)):
+        if not (vocab := min(side.vocab for side in sides)):
             raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
         ids = torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(settings.seed))
         return Passage(ids, windows, Scored(name, "", len(ids), windows.context, windows.step, ""))

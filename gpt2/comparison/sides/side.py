@@ -107,6 +107,8 @@ class Side(ABC):
     seconds: float = 0.0  # in forward passes
     inputs: int = 0  # tokens that it was run on
     unnamed: float = 0.0  # the sum of what it gave to rows without a token
+    speed = property(lambda self: self.inputs / self.seconds if self.seconds else math.nan)  # tokens a second
+    context = property(lambda self: self.n_positions or DEFAULT_CONTEXT)
 
     @property
     def n_positions(self) -> int | None:
@@ -153,22 +155,15 @@ class Side(ABC):
 
     @cached_property
     def vocab(self) -> int:
-        """The number of its own tokens, without padding; 0 where no side tells it."""
-        return vocabulary(self, self.text_tokenizer) or vocabulary(*self.sides)
-
-    @property
-    def context(self) -> int:
-        return self.n_positions or DEFAULT_CONTEXT
+        """The number of its own tokens, without padding; the fewest of any side, where it tells none; 0 where no side does."""
+        tokenizer = self.text_tokenizer
+        own = (self.vocab_size, None if tokenizer is None else tokenizer.n_vocab), (side.vocab_size for side in self.sides)
+        return next((min(told) for sizes in own if (told := [size for size in sizes if size is not None])), 0)
 
     @property
     def answers(self) -> bool:
         """Whether it gives logits for any ids, which a recording does not."""
         return Shown.LOGITS in self.shows and self.recording is None
-
-    @property
-    def speed(self) -> float:
-        """Tokens a second; NaN before it was asked."""
-        return self.inputs / self.seconds if self.seconds else math.nan
 
     @property
     def rows_left_out(self) -> dict[str, str]:
@@ -241,12 +236,6 @@ class Side(ABC):
         stored = self.checkpoint.name if self.checkpoint and self.files else None
         about = self.name, self.implementation, self.stored, self.revision, parameters, config
         return ComparedModel(*about, self.files, stored, self.in_memory)
-
-
-def vocabulary(*known: Side | Tokenizer | None) -> int:
-    """Return the number of tokens that all have, without padding; 0 where none of them tells it."""
-    sizes = [each.vocab_size if isinstance(each, Side) else each.n_vocab for each in known if each is not None]
-    return min((size for size in sizes if size is not None), default=0)
 
 
 def first_tokenizer(sides: Iterable[Side]) -> Tokenizer | None:
