@@ -9,7 +9,6 @@ which label is likeliest after the text.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -78,34 +77,24 @@ class Cases:
     contains_b: Estimate | None
 
     @property
-    def lost(self) -> tuple[Case, ...]:
-        """What A has right and B wrong."""
-        return tuple(case for case in self.cases if case.kind == "lost")
-
-    @property
-    def gained(self) -> tuple[Case, ...]:
-        return tuple(case for case in self.cases if case.kind == "gained")
-
-    @property
-    def by_kind(self) -> tuple[Case, ...]:
-        """All of them: those that turned first, then the wrong ones."""
-        return tuple(sorted(self.cases, key=lambda case: ("lost", "gained", "wrong", "right").index(case.kind)))
+    def by_kind(self) -> dict[str, list[Case]]:
+        """What A has right and B wrong ("lost"), the reverse ("gained"), what both have "wrong", and what both have "right"."""
+        return {kind: [case for case in self.cases if case.kind == kind] for kind in ("lost", "gained", "wrong", "right")}
 
     def sections(self) -> Iterator[Section]:
         """Yield the cases that are not right in both, some of each kind, and on pages the others."""
-        shown, others = list[Case](), list[Case]()
-        for kind, same in itertools.groupby(self.by_kind, lambda case: case.kind):
-            cases, most = list(same), 0 if kind == "right" else SHOWN
-            shown, others = [*shown, *cases[:most]], [*others, *cases[most:]]
+        shown = [case for kind, cases in self.by_kind.items() if kind != "right" for case in cases[:SHOWN]]
+        others = [case for kind, cases in self.by_kind.items() for case in (cases if kind == "right" else cases[SHOWN:])]
         if shown:
             yield self._section("Cases", "those that turned, and the wrong ones; --html and --json have every answer", shown)
         if others:
             yield self._section("Other cases", "right in both, or more of a kind", others)
 
     def _section(self, title: str, note: str, cases: Sequence[Case]) -> Section:
-        texts = ((case.kind, case.prompt, case.expected, case.answer_a, case.answer_b) for case in cases)
-        chances = (f"{case.probability_a:.1%} → {case.probability_b:.1%}" for case in cases)
-        rows = [(*map(visible, each), chance) for each, chance in zip(texts, chances, strict=True)]
+        rows = []
+        for case in cases:
+            texts = case.kind, case.prompt, case.expected, case.answer_a, case.answer_b
+            rows.append((*map(visible, texts), f"{case.probability_a:.1%} → {case.probability_b:.1%}"))
         asked = LABELLED if self.contains_a is None else FIELDS[0]
         columns = Column(wrap=True), *asked, "a answers", "b answers", f"probability of {asked[1]}"
         return Section(title, note, columns, rows, for_pages=title != "Cases")

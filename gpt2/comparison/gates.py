@@ -63,7 +63,7 @@ METRICS = {
         "fraction of the --cases in which b's answer holds the expected text", _at("cases.contains_b"), least=True
     ),
     "lost_cases": Metric(
-        "number of the --cases that a has right and b wrong", lambda found: found.cases and len(found.cases.lost)
+        "number of the --cases that a has right and b wrong", lambda found: found.cases and len(found.cases.by_kind["lost"])
     ),
     "answer_ratio": Metric("probability of an expected text under b over that under a", _at("cases.likelier"), least=True),
     "logit": Metric("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),

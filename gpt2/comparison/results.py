@@ -212,7 +212,7 @@ class Comparison(Printed):
             ratio = f"× {change.ratio.text('.3f')} per word"
             yield "their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio
         if (cases := self.cases) is not None:
-            turned = f"{len(cases.lost):,} lost, {len(cases.gained):,} gained of {len(cases.cases):,}"
+            turned = f"{', '.join(f'{len(cases.by_kind[kind]):,} {kind}' for kind in ('lost', 'gained'))} of {len(cases.cases):,}"
             right = f"{cases.right_a.value:.1%} → {cases.right_b.value:.1%}"
             yield "cases right" if cases.contains_a else "accuracy", right, f"{turned}: {cases.gain.text('+.1%')}"
             if cases.contains_a and cases.contains_b:

@@ -90,10 +90,9 @@ def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Pa
     assert begun.answer_a.startswith(begun.expected)
     assert not begun.right_a
     assert found.contains_a.value > found.right_a.value
-    assert found.lost
-    assert found.gained
+    assert found.by_kind["gained"]
     lost = [case.prompt for case, (a, b) in zip(found.cases, expected, strict=True) if a[0] and not b[0]]
-    assert [case.prompt for case in found.lost] == lost
+    assert [case.prompt for case in found.by_kind["lost"]] == lost != []
     assert found.right_b.value == sum(b[0] for _, b in expected) / len(expected)
     logs = torch.tensor([[a[1], b[1]] for a, b in expected], dtype=torch.float64).log()
     assert found.likelier.value == pytest.approx(float((logs[:, 1] - logs[:, 0]).mean().exp()), rel=1e-4)
@@ -170,7 +169,7 @@ def test_classifiers_are_compared_on_labelled_texts(
         assert found.right_a.value == sum(map(str.__eq__, labels, of_one)) / len(labels)
         assert found.right_b.value == sum(map(str.__eq__, labels, of_two)) / len(labels)
         turned = [each for each, label, a, b in zip(TEXTS, labels, of_one, of_two, strict=True) if (a == label) != (b == label)]
-        assert {case.prompt for case in (*found.lost, *found.gained)} == {*turned}
+        assert {case.prompt for kind in ("lost", "gained") for case in found.by_kind[kind]} == {*turned}
         assert "accuracy" in compared.table()
         assert "score.weight: no part of a language model" in " ".join(compared.table(200).split())
         assert not compared.ok  # the trunks are the same, the heads are not

@@ -78,10 +78,7 @@ class EngineSide(Side):
     size = property(lambda self: sum(path.stat().st_size for path in self.parts))
     folder = property(lambda self: self.path if self.path.is_dir() else self.path.parent)
 
-    @property
-    def parts(self) -> tuple[Path, ...]:
-        """The files of the model."""
-        return (self.path,)
+    parts = property(lambda self: (self.path,))  # the files of the model
 
     @abstractmethod
     def run(self, ids: Tensor) -> Tensor:
@@ -138,17 +135,12 @@ class LlamaCppSide(EngineSide):
         parameters.vocab_only = True
         return self.ask(lambda: package._internals.LlamaModel(path_model=str(self.path), params=parameters, verbose=False))
 
-    @cached_property
-    def _metadata(self) -> dict[str, str]:
-        return self._vocabulary.metadata()
+    _metadata = property(lambda self: self._vocabulary.metadata())
+    vocab_size = property(lambda self: self._vocabulary.n_vocab())
 
     @property
     def n_positions(self) -> int | None:
         return int(self._metadata.get(f"{self._metadata.get('general.architecture')}.context_length", 0)) or None
-
-    @property
-    def vocab_size(self) -> int:
-        return self._vocabulary.n_vocab()
 
     @property
     def stored(self) -> str:  # type: ignore[override]  # read-only
