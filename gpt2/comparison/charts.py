@@ -33,9 +33,9 @@ def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> st
     value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
     places = {point: place for place, point in enumerate(value)}
     stream = [point for point in value if point == "embed" or (point.startswith("h.") and point.count(".") == 1)]
+    attn, mlp = ([point for point in value if point.endswith(f"{part}.c_proj")] for part in ("attn", "mlp"))
     lines: list[tuple[str, list[str], str, Any, float, str]] = [("stream", stream, B, "-", 2.2, "o")]
-    for part, name, style, marker in (("attn", "attention output", "-", "s"), ("mlp", "mlp output", (0, (3, 2)), "D")):
-        lines.append((name, [point for point in value if point.endswith(f"{part}.c_proj")], INK, style, 1.1, marker))
+    lines += [("attention output", attn, INK, "-", 1.1, "s"), ("mlp output", mlp, INK, (0, (3, 2)), 1.1, "D")]
 
     def draw(axes: Axes, wide: bool) -> None:
         axes.plot(list(places.values()), list(value.values()), ".", color=MUTED, markersize=3, alpha=0.5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import torch
@@ -14,8 +14,7 @@ from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engines import CTranslate2Side, LlamaCppSide, OnnxSide
 from gpt2.comparison.sides.port import PortSide
-from gpt2.comparison.sides.side import Side, first_tokenizer
-from gpt2.comparison.sides.trace_side import PREFIX as TRACE_PREFIX
+from gpt2.comparison.sides.side import Side
 from gpt2.comparison.sides.trace_side import TraceSide
 from gpt2.errors import InputError
 from gpt2.int8 import Int8GPT2
@@ -23,16 +22,12 @@ from gpt2.lora import merged
 from gpt2.measure.texts import RUNNING, open_text
 from gpt2.measure.user_code import target
 from gpt2.model import GPT2
+from gpt2.options import changed, flag_of
 from gpt2.port.mapping.checkpoint import ModuleCheckpoint
 
 TOKENS = 8192  # tokens of the text, by default
 PORT = re.compile(r".*\.py(:\w*)?", re.DOTALL)  # FILE.py:build
-KINDS: dict[str, Callable[[str], Side]] = {  # prefix of a name -> how to open it
-    TRACE_PREFIX: TraceSide.open,
-    **{kind.prefix: kind.open for kind in (LlamaCppSide, CTranslate2Side, OnnxSide)},
-}
-
-ADDRESSES = ("http://", "https://")
+KINDS = TraceSide, LlamaCppSide, CTranslate2Side, OnnxSide  # each with the prefix of its names
 DEFAULTS = Settings()
 
 
@@ -53,12 +48,12 @@ def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
         return held(name, offline=settings.offline)
     if PORT.fullmatch(name):
         return PortSide(name, target(name))
-    if name.startswith(ADDRESSES):
+    if name.startswith(("http://", "https://")):
         how = "give the engine's own file, or save its ids and logits as safetensors, and give trace:FILE"
         raise InputError(f"{name}: a server shows a few tokens of each place, so it is not compared; {how}")
-    for prefix, kind in KINDS.items():
-        if name.startswith(prefix) and name != prefix:
-            return kind(name)
+    for kind in KINDS:
+        if name.startswith(kind.prefix) and name != kind.prefix:
+            return kind.open(name)
     return CheckpointSide.open(name, offline=settings.offline, dtype=settings.dtype, device=settings.device)
 
 
@@ -85,7 +80,7 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
     """Return what is compared. Raises InputError: no such text, or one that is too short; recordings of other texts."""
     if recorded := [side for side in sides if side.recording is not None]:
         return _recorded(recorded, sides, settings)
-    tokenizer, tokens = first_tokenizer(sides), settings.tokens
+    tokenizer, tokens = sides[0].text_tokenizer, settings.tokens
     text = open_text(settings.on, offline=settings.offline) if tokenizer or settings.on else None
     known = [side.n_positions for side in sides if side.n_positions is not None]
     if not any(side.config for side in sides):  # no GPT-2: others have 100,000 positions
@@ -111,10 +106,9 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
 def _recorded(recorded: Sequence[Side], sides: Sequence[Side], settings: Settings) -> Passage:
     first, recording = recorded[0], recorded[0].recording
     assert recording is not None
-    if settings.on is not None or settings.tokens is not None:
-        option = "--on" if settings.on is not None else "--tokens"
+    for each in changed(settings, "on", "tokens"):
         held = f"{recording.scored.name}, {len(recording.ids):,} tokens"
-        raise InputError(f"{first.name}: holds its own text ({held}); leave {option} out")
+        raise InputError(f"{first.name}: holds its own text ({held}); leave {flag_of(each)} out")
     for side in recorded[1:]:
         other = side.recording
         if other is None or not torch.equal(other.ids, recording.ids) or other.windows != recording.windows:

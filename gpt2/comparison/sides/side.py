@@ -108,17 +108,10 @@ class Side(ABC):
     inputs: int = 0  # tokens that it was run on
     unnamed: float = 0.0  # the sum of what it gave to rows without a token
     speed = property(lambda self: self.inputs / self.seconds if self.seconds else math.nan)  # tokens a second
+    n_positions = property(lambda self: self.config.n_positions if self.config else None)  # the most tokens that it predicts from
+    vocab_size = property(lambda self: self.config.vocab_size if self.config else None)  # logits at each place, padding included
     context = property(lambda self: self.n_positions or DEFAULT_CONTEXT)
-
-    @property
-    def n_positions(self) -> int | None:
-        """The largest number of tokens that it predicts from."""
-        return self.config.n_positions if self.config else None
-
-    @property
-    def vocab_size(self) -> int | None:
-        """The number of logits at each place, padding included."""
-        return self.config.vocab_size if self.config else None
+    answers = property(lambda self: Shown.LOGITS in self.shows and self.recording is None)  # for any ids
 
     def ask(self, call: Callable[[], T], advice: str = "") -> T:
         """Return what another program, or the user's code, answers.
@@ -151,7 +144,7 @@ class Side(ABC):
     @property
     def text_tokenizer(self) -> Tokenizer | None:
         """The tokenizer that reads its text: its partner's, where it has none."""
-        return first_tokenizer((self, *self.sides))
+        return next((side.tokenizer for side in (self, *self.sides) if side.tokenizer is not None), None)
 
     @cached_property
     def vocab(self) -> int:
@@ -159,11 +152,6 @@ class Side(ABC):
         tokenizer = self.text_tokenizer
         own = (self.vocab_size, None if tokenizer is None else tokenizer.n_vocab), (side.vocab_size for side in self.sides)
         return next((min(told) for sizes in own if (told := [size for size in sizes if size is not None])), 0)
-
-    @property
-    def answers(self) -> bool:
-        """Whether it gives logits for any ids, which a recording does not."""
-        return Shown.LOGITS in self.shows and self.recording is None
 
     @property
     def rows_left_out(self) -> dict[str, str]:
@@ -238,11 +226,6 @@ class Side(ABC):
         return ComparedModel(*about, self.files, stored, self.in_memory)
 
 
-def first_tokenizer(sides: Iterable[Side]) -> Tokenizer | None:
-    """Return the tokenizer that reads the text for sides without one."""
-    return next((side.tokenizer for side in sides if side.tokenizer is not None), None)
-
-
 def environment_of(sides: Iterable[Side]) -> Environment:
     """Return this process's environment, with the dtypes of the sides, and the device where their checkpoints ran."""
     sides = list(sides)
@@ -252,6 +235,6 @@ def environment_of(sides: Iterable[Side]) -> Environment:
 
 def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
     """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
-    if (shared := first_tokenizer(sides)) is None:
+    if (shared := next((side.tokenizer for side in sides if side.tokenizer is not None), None)) is None:
         raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
     return tuple(side.tokenizer or shared for side in sides)

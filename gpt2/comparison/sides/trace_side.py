@@ -18,7 +18,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -47,6 +47,7 @@ SQUARE = ("attn.scores", "attn.weights")  # points with a row of T for each toke
 class TraceSide(Side):
     """A recording: it shows what its file holds, on the text that it was made with."""
 
+    prefix: ClassVar[str] = PREFIX
     name: str
     model: ComparedModel
     rows: Tensor  # the logits (M, V) of the scored tokens, mapped
