@@ -76,6 +76,8 @@ class Cases:
     contains_a: Estimate | None
     contains_b: Estimate | None
 
+    lost = property(lambda self: len(self.by_kind["lost"]))  # how many A has right and B wrong
+
     @property
     def by_kind(self) -> dict[str, list[Case]]:
         """What A has right and B wrong ("lost"), the reverse ("gained"), what both have "wrong", and what both have "right"."""
@@ -140,8 +142,9 @@ def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: in
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
     bootstrap = Bootstrap(len(cases), seed, independent=True)
-    heads = [each.classifier for each in models]
-    names = next((head.classes for head in heads if head), tuple({case[1][0].strip(): 0 for case in cases}))
+    names = next(
+        (each.classifier.classes for each in models if each.classifier), tuple({case[1][0].strip(): 0 for case in cases})
+    )
     for each in models:
         if not each.answers or each.text_tokenizer is None:
             raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")

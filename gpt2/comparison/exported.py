@@ -159,9 +159,7 @@ class _Check:
     ids: Tensor
     truth: Tensor
 
-    @property
-    def folder(self) -> Path:
-        return Path(self.done.directory)
+    folder = property(lambda self: Path(self.done.directory))
 
     def distance(self, logits: Tensor) -> float:
         off = (logits.double()[..., : self.truth.size(-1)] - self.truth).square().mean().sqrt()

@@ -32,7 +32,7 @@ def _at(path: str) -> Callable[[Any], Figure]:
     return lambda found: reduce(lambda part, name: None if part is None else getattr(part, name), path.split("."), found)
 
 
-def _beyond_rounding(found: Comparison | Pair) -> Figure:
+def _beyond(found: Comparison | Pair) -> Figure:
     if (weights := found.weights) is None:
         return None
     rounded = weights.same_numbers or bool(weights.rounded_to)
@@ -54,17 +54,13 @@ METRICS = {
     "same_top": Metric("fraction of tokens with the same first choice", _at("distributions.same_top"), least=True),
     "perplexity_ratio": Metric("perplexity of b over that of a", _at("distributions.ratio")),
     "weights": Metric("norm of the weights' change over their norm", _at("moved")),
-    "beyond_rounding": Metric(
-        "number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond_rounding
-    ),
+    "beyond_rounding": Metric("number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond),
     "activation": Metric("largest relative error of a traced point", _error),
     "exact_match": Metric("fraction of the --cases that b has right", _at("cases.right_b"), least=True),
     "contains": Metric(
         "fraction of the --cases in which b's answer holds the expected text", _at("cases.contains_b"), least=True
     ),
-    "lost_cases": Metric(
-        "number of the --cases that a has right and b wrong", lambda found: found.cases and len(found.cases.by_kind["lost"])
-    ),
+    "lost_cases": Metric("number of the --cases that a has right and b wrong", _at("cases.lost")),
     "answer_ratio": Metric("probability of an expected text under b over that under a", _at("cases.likelier"), least=True),
     "logit": Metric("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),
 }

@@ -74,14 +74,6 @@ class Comparison(Printed):
         return None if self.weights is None else self.weights.total.distance
 
     @property
-    def protocol(self) -> str:
-        """Scored tokens, context and stride; one set per model if the tokenizers differ."""
-        if self.alone:
-            each = " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
-            return "; ".join(filter(None, (each, self.text.reading)))
-        return self.text.cut
-
-    @property
     def above_floor(self) -> str:
         """Whether the measured KL is above what rounding makes of one model, in words; "" if either was not measured."""
         floor, both = self.floor, self.distributions
@@ -186,7 +178,9 @@ class Comparison(Printed):
         known = [each.parameters for each in (self.a, self.b) if each.parameters is not None]
         sizes = " → ".join(f"{size:,}" for size in dict.fromkeys(known)) + " parameters" if known else ""
         dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
-        return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.protocol}"
+        each = " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
+        cut = "; ".join(filter(None, (each, self.text.reading))) if self.alone else self.text.cut
+        return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {cut}"
 
     def _summary(self) -> Iterator[tuple[Line, str, str]]:
         """Yield what the figures say together: a name, a figure, and a remark."""

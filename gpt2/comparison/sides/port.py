@@ -36,10 +36,8 @@ class PortSide(Side):
 
     files = property(lambda self: {self.target.path.name: self.target.path})
     implementation = property(lambda self: f"{self.target.path.name}, torch {version('torch')}")
-
-    @property
-    def beside(self) -> Checkpoint | None:
-        return next((side.checkpoint for side in self.sides if side.checkpoint), None)
+    advice = property(lambda self: f"gpt2 diagnose {self.name} finds out why")
+    beside = property(lambda self: next((side.checkpoint for side in self.sides if side.checkpoint), None))
 
     def load(self, stack: ExitStack) -> nn.Module:
         stack.callback(setattr, sys, "argv", sys.argv)  # changed for the user's file, which may import its neighbours late
@@ -47,10 +45,6 @@ class PortSide(Side):
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         stack.enter_context(redirect_stdout(sys.stderr))  # its prints must not end up in a report
         return self.ask(lambda: self._build(folder))
-
-    @property
-    def advice(self) -> str:  # type: ignore[override]  # read-only
-        return f"gpt2 diagnose {self.name} finds out why"
 
     def _build(self, folder: Path) -> nn.Module:
         path, name = self.target.path, self.target.name

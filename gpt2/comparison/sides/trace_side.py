@@ -107,13 +107,8 @@ class TraceSide(Side):
         passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
         return cls(name, model, rows, passage, traced, config)
 
-    @property
-    def vocab_size(self) -> int:
-        return self.rows.size(-1)
-
-    @property
-    def shows(self) -> frozenset[Shown]:  # type: ignore[override]
-        return frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if self.activations else [])})
+    vocab_size = property(lambda self: self.rows.size(-1))
+    shows = property(lambda self: frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if self.activations else [])}))
 
     def load(self, stack: ExitStack) -> Iterator[tuple[Window, Tensor]]:
         """Return the recording's windows with the logits of their scored tokens, again and again."""
@@ -178,13 +173,13 @@ def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
         output = side.logits(ids)
         for row in output:
             span = next(rest)
-            parts = [row[span.first - span.start :]]
             if span is spans[0]:  # the header needs the type of the logits
                 logits = torch.empty(shape, dtype=row.dtype, device="meta")
                 header, _ = safetensors_header({"token_bytes": lengths, "ids": passage.ids, "logits": logits}, {"about": about})
-                parts = [torch.frombuffer(bytearray(header), dtype=torch.uint8), lengths, passage.ids, *parts]
-            for part in parts:
-                write_pieces(file, part)
+                file.write(header)
+                write_pieces(file, lengths)
+                write_pieces(file, passage.ids)
+            write_pieces(file, row[span.first - span.start :])
         return output
 
     try:
