@@ -1,13 +1,11 @@
 """`compare --cases`: which of the user's own questions turned from right to wrong, and back."""
 
-import contextlib
-import io
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from support.commands import refusal
+from support.commands import mistake, refusal
 
 import gpt2
 from gpt2.cli.main import main
@@ -187,12 +185,9 @@ def test_classifiers_are_compared_on_labelled_texts(
     ("name", "content", "says"),
     [
         ("none.jsonl", None, "give a .jsonl, .csv or .parquet file with the fields prompt and expected"),
-        ("cases.txt", "a", "give a .jsonl, .csv or .parquet file"),
         ("empty.jsonl", "\n", "holds no case"),
         ("labels.jsonl", '{"text": "a", "label": " "}\n', "labels.jsonl:1: a case needs prompt and expected, or"),
-        ("labels.jsonl", '{"text": "a", "label": ""}\n', "its label is empty"),
         ("texts.jsonl", '{"text": "", "label": "b"}\n', "its text is empty"),
-        ("folder.jsonl", None, "--cases {path}: give a .jsonl, .csv or .parquet file"),
         ("fields.jsonl", '{"q": "a", "a": "b"}\n', "it has q, a; --set data.prompt=NAME and --set data.field=NAME name others"),
         ("nothing.jsonl", '{"prompt": "a", "expected": null}\n', "nothing.jsonl:1: a case needs prompt and expected, or"),
         ("line.jsonl", '{"prompt": "a", "expected": "b"}\n{\n', "line.jsonl:2: not JSON"),
@@ -201,12 +196,12 @@ def test_classifiers_are_compared_on_labelled_texts(
 def test_a_bad_file_is_one_line(name: str, content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    elif name.startswith("folder"):
-        (tmp_path / name).mkdir()
-    assert says.format(path=tmp_path / name) in refusal(read_cases, str(tmp_path / name))
+    assert says in refusal(read_cases, str(tmp_path / name))
 
 
-def test_fields_of_training_numbers_and_several_right_answers(sides: tuple[str, str], tmp_path: Path) -> None:
+def test_fields_of_training_numbers_and_several_right_answers(
+    sides: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A table that was trained on had to be renamed; 4 was refused where "4" was not; "four" or "4" could not both be right."""
     file, line = tmp_path / "a.jsonl", {"question": "2+2=", "answer": [4, "four"]}
     file.write_text(json.dumps(line))
@@ -217,15 +212,8 @@ def test_fields_of_training_numbers_and_several_right_answers(sides: tuple[str, 
     file.write_text(json.dumps({"question": PROMPTS[0], "answer": ["nothing", answer]}))
     (case,) = compare(*sides, tokens=40, cases=str(file)).cases.cases
     assert (case.right_a, case.expected) == (True, f"nothing | {answer}")
-    assert "both or none" in mistake_of("--set", "data.prompt=q", "--cases", str(file))
-
-
-def mistake_of(*options: str) -> str:
-    args = ["compare", "shakespeare-mini", "shakespeare-mini", *options]
-    said = io.StringIO()
-    with contextlib.redirect_stderr(said):
-        assert main(args) == 2
-    return said.getvalue()
+    options = "--set", "data.prompt=q", "--cases", str(file)
+    assert "both or none" in mistake(capsys, "compare", "shakespeare-mini", "shakespeare-mini", *options)
 
 
 def test_few_independent_values_have_an_interval() -> None:

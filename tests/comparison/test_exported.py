@@ -58,10 +58,16 @@ def test_a_right_export_passes_everywhere_and_one_wrong_tensor_nowhere(
     assert "h.1.attn.c_proj.weight has other values than the source" in refused.opened[0].note
 
 
-def test_kept_parts_are_checked_in_their_own_precision(source: Path, tmp_path: Path) -> None:
-    """The allowance must not come from the file's type alone: kept matrices are not rounded."""
+def test_kept_parts_are_checked_in_their_own_precision_without_an_engine(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The allowance must not come from the file's type alone: kept matrices are not rounded. A missing engine is a line."""
+    found = __import__("importlib.util").util.find_spec
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llama_cpp" else found(name))
     check = check_export(export(str(source), tmp_path, format="gguf", type="q8_0", keep=("h.0", "wte")))
     assert check.ok, check.table()
+    assert check.missing == (("llama.cpp", PACKAGES["llama_cpp"][1]),)
+    assert "not installed: pip install 'gpt2-toolkit[llamacpp]'" in check.table()
 
 
 def test_the_command_exits_1_where_a_file_was_damaged(
@@ -91,18 +97,6 @@ def test_the_command_exits_1_where_a_file_was_damaged(
         out = capsys.readouterr().out
         assert out.count("DIFFERS") >= refused
         assert "Traceback" not in out
-
-
-def test_an_engine_that_is_missing_is_a_line_with_its_command(
-    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without llama.cpp the rest is checked, and the user learns what to install."""
-    found = __import__("importlib.util").util.find_spec
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None if name == "llama_cpp" else found(name))
-    check = check_export(export(str(source), tmp_path, format="gguf"))
-    assert check.ok
-    assert check.missing == (("llama.cpp", PACKAGES["llama_cpp"][1]),)
-    assert "not installed: pip install 'gpt2-toolkit[llamacpp]'" in check.table()
 
 
 @pytest.mark.parametrize("type", ["f16", "bf16", "q8_0"])

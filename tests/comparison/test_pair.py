@@ -259,7 +259,9 @@ def test_documents_are_scored_behind_the_end_of_text(base: Path, tmp_path: Path)
         assert found.distributions.a.score.bytes == len(shown.encode())
 
 
-def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str, tmp_path: Path) -> None:
+def test_models_in_memory_are_compared_as_their_files_are(
+    base: Path, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A GPT2 in place of its name, a list of texts, ids and a text in place of a model were tracebacks of no use."""
     model, tuned, where = load(str(base)), load(str(base)).train(), {"on": text, "tokens": 100}
     inject(tuned, r=2, alpha=4)
@@ -290,13 +292,9 @@ def test_models_in_memory_are_compared_as_their_files_are(base: Path, text: str,
     }.items():
         assert says in refusal(compare, *wrong)
     assert "on=list: give the name of a text" in refusal(compare, model, tuned, on=["one text", "another"])
-
-
-def test_offline_is_for_models_in_memory_too(base: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their tokenizers were looked for on the Hub, whatever `offline` said."""
-    asked, tokenizer = [], gpt2.load_tokenizer(str(base))
+    asked, tokenizer = [], gpt2.load_tokenizer(str(base))  # which were looked for on the Hub, whatever `offline` said
     monkeypatch.setattr(opening, "load_tokenizer", lambda name, *, offline=False: (asked.append(offline), tokenizer)[1])
     for offline in (True, False):
-        gpt2.compare(load(str(base)), load(str(base)), on=text, tokens=20, offline=offline)
+        gpt2.compare(model, tuned, offline=offline, **where)
         assert {*asked} == {offline}
         asked.clear()

@@ -265,10 +265,7 @@ def test_a_port(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFix
 BROKEN = {
     "def build():\n    return 1 / 0\n": "ZeroDivisionError.*gpt2 diagnose .* finds out why",
     "import no_such_module\n": r"No module named 'no_such_module'; the file does not import; mend it \(python port\.py shows",
-    "import torch\ndef build():\n    return torch.empty(2**59)\n": "memory does not suffice: choose a smaller model",
     "def build():\n    return bytearray(2**62)\n": "memory does not suffice: choose a smaller model",
-    "def build():\n    raise GeneratorExit\n": "build: GeneratorExit; gpt2 diagnose",  # is no Exception
-    "class Mute(Exception):\n    def __str__(self): raise self\ndef build():\n    raise Mute\n": "build: Mute; gpt2 diagnose",
 }
 
 
