@@ -1,7 +1,9 @@
 """compare from end to end: a model and itself, its fine-tune, its other precisions, and unrelated models."""
 
+import gc
 import json
 import math
+import weakref
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -294,7 +296,16 @@ def test_models_in_memory_are_compared_as_their_files_are(
     assert "on=list: give the name of a text" in refusal(compare, model, tuned, on=["one text", "another"])
     asked, tokenizer = [], gpt2.load_tokenizer(str(base))  # which were looked for on the Hub, whatever `offline` said
     monkeypatch.setattr(opening, "load_tokenizer", lambda name, *, offline=False: (asked.append(offline), tokenizer)[1])
+    kept, held = list[weakref.ref](), opening.held
+    monkeypatch.setattr(opening, "held", lambda *a, **b: (side := held(*a, **b), kept.append(weakref.ref(side)))[0])
     for offline in (True, False):
         gpt2.compare(model, tuned, offline=offline, **where)
         assert {*asked} == {offline}
         asked.clear()
+    gc.disable()
+    gpt2.compare(model, tuned, **where)
+    gc.enable()
+    assert [side() for side in kept[-2:]] == [
+        None,
+        None,
+    ]  # the copies of models stayed until Python looked for circles

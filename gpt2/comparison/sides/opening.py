@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 
@@ -32,10 +33,10 @@ DEFAULTS = Settings()
 
 
 def open_sides(*models: str | GPT2, settings: Settings = DEFAULTS) -> tuple[Side, ...]:
-    """Open the sides of one comparison, which know each other."""
+    """Open the sides of one comparison, which know each other; a circle of references would keep models in memory."""
     sides = [open_side(model, settings) for model in models]
     for side in sides:
-        side.sides = sides
+        side.sides = [weakref.proxy(each) for each in sides]
     return tuple(sides)
 
 
