@@ -88,8 +88,9 @@ _NAMED |= {
     for leaf in _LEAF
     if ours in _NORMS or leaf in ("weight", "bias")
 }
-_NAMED |= {f"{stack}.{{}}.attn.{mask}": "h.{}.attn.bias" for stack in ("h", *_STACKS) for mask in ("bias", "mask", "tril")}
-_NAMED |= {"lm_head.decoder.weight": HEAD, "pos_emb": "wpe.weight", "trf_blocks.{}.att.mask": "h.{}.attn.bias"}
+_ATTENTIONS = (*(f"{stack}.{{}}.attn" for stack in ("h", *_STACKS)), "trf_blocks.{}.att")
+_NAMED |= {f"{attn}.{mask}": "h.{}.attn.bias" for attn in _ATTENTIONS for mask in ("bias", "mask", "causal_mask", "tril")}
+_NAMED |= {"lm_head.decoder.weight": HEAD, "pos_emb": "wpe.weight"}
 _LONGEST = max(name.count(".") for name in _NAMED) + 1  # parts of a name
 
 # Redundant tensors, dropped only after their content is checked.

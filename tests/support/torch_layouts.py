@@ -140,7 +140,7 @@ def llms_from_scratch(path: Path, config: GPT2Config, *, qkv_bias: bool = True) 
     state = named(truth, names, ("scale", "shift"))
     state = {name: tensor for name, tensor in state.items() if qkv_bias or not re.search(r"W_\w+\.bias", name)}
     mask = torch.ones(config.n_positions, config.n_positions).triu(1)
-    state |= {f"trf_blocks.{layer}.att.mask": mask.clone() for layer in range(config.n_layer)}
+    state |= {f"trf_blocks.{layer}.att.{('mask', 'causal_mask')[layer % 2]}": mask.clone() for layer in range(config.n_layer)}
     save(path, {"model_state_dict": state, "optimizer_state_dict": {"state": {0: {"exp_avg": mask}}, "param_groups": []}})
     return truth
 
