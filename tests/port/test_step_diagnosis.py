@@ -256,6 +256,14 @@ def test_settings_that_are_not_given_are_read_off() -> None:
         assert words in " ".join(found.notes)
 
 
+def test_two_decays_are_read_off_as_two() -> None:
+    """A key with a typing error left AdamW's own decay to norms and biases: one decay of 0.01 was said, on all."""
+    groups = LINES["groups"].replace("* (p.ndim > 1)", "if p.ndim > 1 else 0.01")
+    found = gpt2.diagnose_step(our_model(), step_of(**PLAIN, groups=groups), our_model())
+    words = "read off: a weight decay of 0.1, on matrices, embeddings, and of 0.01, on norms, biases"
+    assert (found.verdict, words in found.notes) == ("equal", True), found.notes
+
+
 def per_example(model):
     """A step whose gradients are those of each example alone: the module runs within vmap."""
     params = {name: p.detach().clone() for name, p in model.named_parameters()}
