@@ -3,8 +3,8 @@
     python tools/diagnose_third_party.py --repositories ~/others
     python tools/diagnose_third_party.py --repositories ~/others --only pyemma
 
-The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`, and with --second or
---third in `third_party_second.py` and `third_party_third.py`: those were collected later, for fair figures. Nothing is fetched: a
+The projects, what is wrong in each, and the commit at which it was read are in `third_party_faults.py`, and with --second,
+--third or --fourth in `third_party_second.py` and so on: those were collected later, for fair figures. Nothing is fetched: a
 project is tried if its repository lies under --repositories as `owner+name`. **Their code is run**, each project in a process of
 its own, with the weights of a tiny random checkpoint put in by `load_into`. The table goes to stderr; the last line of stdout is
 JSON. The exit code is 1 if any cause is missed or false.
@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from third_party_faults import DIAGNOSED, Diagnosed
+from third_party_fourth import FOURTH
 from third_party_second import SECOND
 from third_party_third import THIRD
 
@@ -32,6 +33,7 @@ import gpt2
 from gpt2.checkpoint.keys import expected
 from gpt2.config import GPT2Config
 
+LATER = {"second": SECOND, "third": THIRD, "fourth": FOURTH}
 CONFIG = GPT2Config(vocab_size=97, n_positions=32, n_embd=48, n_layer=3, n_head=4, bos_token_id=96, eos_token_id=96)
 
 
@@ -95,14 +97,14 @@ def main() -> int:
     parser.add_argument("--repositories", type=Path, required=True, help="folder of clones, each called owner+name")
     parser.add_argument("--only", nargs="*", help="words that the project's name contains", default=[])
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds for each project")
-    parser.add_argument("--second", action="store_true", help="the projects of third_party_second.py")
-    parser.add_argument("--third", action="store_true", help="the projects of third_party_third.py")
+    for name in LATER:
+        parser.add_argument(f"--{name}", action="store_true", help=f"the projects of third_party_{name}.py")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     projects = [
         (project, arguments.repositories / project.source.replace("/", "+"))
-        for project in (THIRD if arguments.third else SECOND if arguments.second else DIAGNOSED)
+        for project in next((projects for name, projects in LATER.items() if getattr(arguments, name)), DIAGNOSED)
         if not arguments.only or any(word.lower() in project.name.lower() for word in arguments.only)
     ]
     if arguments.one:

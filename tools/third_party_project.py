@@ -24,14 +24,14 @@ from torch import nn
 from gpt2.config import GPT2Config
 
 WORDS = {  # ours -> theirs: every name that a project has for that size
-    "n_positions": "block_size context_len context_length context_size context_window max_len max_position_embeddings max_seq_len"
-    " n_ctx n_position seq_len seq_length",
+    "n_positions": "block_size chunk_size context_len context_length context_size context_window max_len max_length"
+    " max_position_embeddings max_seq_len n_ctx n_position n_positions seq_len seq_length",
     "vocab_size": "d_vocab vocab vocab_size",
     "n_layer": "layers n_blocks n_layer n_layers n_transformer_blocks num_blocks num_layers",
     "n_head": "n_head n_heads nhead num_attn_heads num_heads",
-    "n_embd": "d_model emb_dim embd_size embdg_dim embed_dim embed_size embedding_size hidden_size n_emb n_embd n_embed"
-    " n_embedding_size n_embeddings",
-    "head_dim": "d_head",
+    "n_embd": "d_model emb_dim embd_size embdg_dim embed_dim embedding_dimension embed_size embedding_size hidden_size"
+    " n_emb n_embd n_embed n_embedding_size n_embeddings",
+    "head_dim": "d_head head_size",
     "inner": "d_ff d_mlp dim_feedforward ff_hidden_dim intermediate_size",
 }
 OURS = {theirs: ours for ours, words in WORDS.items() for theirs in words.split()}
