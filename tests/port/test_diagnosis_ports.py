@@ -10,12 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 from support import faulty
-from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND
+from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty
 from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
 
 import gpt2
 from gpt2.port.diagnosis import diagnose
+from gpt2.port.module import examination
+from gpt2.port.search.walk import search
 from gpt2.port.terms.causes import CAUSES
 
 DEFAULT = (
@@ -96,6 +98,22 @@ def test_positions_that_count_padding_are_said(directory, model):
     found = diagnose(SOUND["conv1d: padding-counted"].build(CONFIG, directory), model)
     assert found.ok
     assert "positions count the padding" in found.notes[0]
+
+
+def test_positions_that_a_cache_must_be_given_are_said(directory, model):
+    """A stranger's right module, whose caller counts the positions, was called faulty with its cache."""
+    found = diagnose(SOUND["conv1d: positions-given"].build(CONFIG, directory), model)
+    assert found.ok, found.table()
+    assert "only if position_ids are given: in one piece, positions begin at 0 in each call" in found.notes[0]
+
+
+def test_tables_in_float32_hide_no_two_faults_of_a_block(directory, model, monkeypatch):
+    """Three walks over all values were needed, where one is enough: a stranger's third fault met the limit of work."""
+    walks = []
+    monkeypatch.setattr(examination, "search", lambda *given, **named: walks.append(search(*given, **named)) or walks[-1])
+    found = diagnose(Faulty("fused", "rotary gelu-erf position-missing no-out-bias").build(CONFIG, directory), model)
+    ids = ["position-missing", "rotary-positions", "missing-bias", "gelu-variant"]
+    assert ([cause.id for cause in found.causes], len(walks)) == (ids, 1), found.table()
 
 
 @pytest.mark.parametrize("name", ["italiano: heads-grouped", "italiano: heads-grouped rotary"])

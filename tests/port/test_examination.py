@@ -133,6 +133,22 @@ def test_an_attention_that_nothing_recognises_is_undetermined_at_its_place(model
     assert any("in block 2" in stage for stage in stages)
 
 
+def test_cosines_of_rounded_frequencies_are_found(model: gpt2.GPT2) -> None:
+    """The steps of a norm by hand are more like GPT-2's embeddings, and no positions were said to be there."""
+
+    def layer(block: nn.Module, x: Tensor) -> Tensor:
+        far = x - x.mean(-1, keepdim=True)
+        normed = far / (far.square().mean(-1, keepdim=True) + 1e-5).sqrt() * block.ln_1.weight + block.ln_1.bias
+        x = x + block.attn(normed)
+        return x + block.mlp(block.ln_2(x))
+
+    module, frequencies = port(model, layer), torch.exp(-torch.arange(CONFIG.n_embd) * torch.log(torch.tensor(10000.0)) / 20)
+    module.transformer["wpe"] = nn.Module()
+    module.transformer["wpe"].register_buffer("weight", (torch.arange(CONFIG.n_positions)[:, None] * frequencies).cos())
+    found = diagnose(module, model)
+    assert [(cause.id, cause.where) for cause in found.causes] == [("position-sinusoidal", "wpe")], found.table()
+
+
 def test_one_head_for_all_is_no_missing_bias() -> None:
     """Keys and values of the other heads reach nothing, and their biases were said to be missing, before the heads."""
     module, right = checkpoint(), checkpoint()

@@ -173,11 +173,20 @@ class Behaviour:
         """Return whether the module has a cache that is right."""
         if not (self.past or self.switch or self.start):
             return False
-        errors = self._piecewise(ids, self._logits(ids))
+        whole = self._logits(ids)
+        errors = self._piecewise(ids, whole)
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         if wrong:
+            mistakes = self._cache_mistakes(ids, wrong)
+            if "position_ids" in self.arguments:
+                notes, places = [*self.notes], torch.arange(ids.size(1), device=ids.device)
+                given = self._piecewise(ids, whole, position_ids=places.expand_as(ids))
+                self.notes = notes
+                if given and all(error <= self.bound for error in given.values()):
+                    self.notes.append(f"your cache gives the logits without it only if position_ids are given{mistakes}")
+                    return False
             only = "; single tokens are right: look at the mask and the positions of several new tokens"
-            hint = self._cache_mistakes(ids, wrong) or (only if wrong == ["in one piece"] and len(errors) > 1 else "")
+            hint = mistakes or (only if wrong == ["in one piece"] and len(errors) > 1 else "")
             words = f"with your cache the logits are others than without{hint}"
             self._add("cache-inconsistent", words, _split(errors), max(errors.values()))
         return bool(errors) and not wrong

@@ -75,7 +75,8 @@ class Explainer:
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
-            whole = whole or self._widened(base)
+            if whole is None:
+                whole, part = self._widened(base, part)
             if whole is None and (both := self._both_hidden(base)) is not None:
                 whole, part = (both, None) if self.blocks.goes_on(both) else (None, part or both)
             if whole is None and not self.of_module:
@@ -135,16 +136,16 @@ class Explainer:
             near = ((rows - value).abs().flatten(1).amax(1) <= bounds for value in values)
             yield from (one for one, agrees in zip(few, near, strict=True) if bool(agrees.any()))
 
-    def _widened(self, base: Trial) -> Trial | None:
-        """Return a block as explained to the precision of float32, in which a module may keep constants; None if it is not."""
+    def _widened(self, base: Trial, part: Trial | None) -> tuple[Trial | None, Trial | None]:
+        """Return a block as explained, else the best part, to the precision of float32, in which a module may keep constants."""
         if not self.widens or base.alternatives or not any(node in base.seen for node in FIRST[1:]):
-            return None
+            return None, part
         self.widens, self.observation.pool.narrow = False, True
         base = self.blocks.block(base.layer, base.state["x"])
-        trials = (trial for trial in (base, *self._with_known(base)) if self.blocks.goes_on(trial))
-        whole = next(trials, None) or self._best(base, self.inner)[0]
-        self.observation.pool.narrow = whole is not None
-        return whole
+        whole = next((trial for trial in (base, *self._with_known(base)) if self.blocks.goes_on(trial)), None)
+        whole, wide = (whole, None) if whole else self._best(base, self.inner)
+        self.observation.pool.narrow = whole is not None or (part is None and wide is not None)
+        return whole, part or wide
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""

@@ -29,7 +29,7 @@ from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
 from gpt2.port.search.ending import LastPart
-from gpt2.port.search.explainer import MOST_ARRAYS, Explainer
+from gpt2.port.search.explainer import MOST_TRIED, Explainer
 from gpt2.port.search.matching import Faults, known
 from gpt2.port.search.observe import Observation
 from gpt2.port.search.part import Part
@@ -232,7 +232,7 @@ class Search:
     def _embedding_fitted(self, right: Tensor) -> Tensor | None:
         """Return embeddings as what an array shows was computed; None if nothing fits that the first block shows."""
         wte, wpe = (self.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
-        for seen in itertools.islice(self.observation.unexplained("embed", right, ()), MOST_ARRAYS):
+        for seen in itertools.islice(self.observation.unexplained("embed", right, ()), MOST_TRIED):
             self.observation.check()
             rows = seen.wrong_rows()
             fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.model.ids, wte, wpe, rows)

@@ -80,7 +80,7 @@ class Model(nn.Module):
         self.lm_head.weight = self.wte.weight
         self.remembered = None
 
-    def forward(self, input_ids, past_key_values=None, attention_mask=None, use_cache=False):
+    def forward(self, input_ids, past_key_values=None, attention_mask=None, use_cache=False, position_ids=None):
         faults = self.faults
         if "cache-of-the-call-before" in faults:  # the fault: a text of one token reuses the previous call's cache
             past_key_values = self.remembered if input_ids.size(1) == 1 and past_key_values is None else past_key_values
@@ -89,7 +89,8 @@ class Model(nn.Module):
             raise ValueError("one token at a time")
         if start and "cache-padding-ignored" in faults:  # the fault: steps after the prompt see its padding
             attention_mask = None if attention_mask is None else torch.ones_like(attention_mask)
-        positions = torch.arange(start, start + input_ids.size(1), device=input_ids.device)[None]
+        first = 0 if "positions-given" in faults else start
+        positions = torch.arange(first, first + input_ids.size(1), device=input_ids.device)[None]
         seen = None
         if attention_mask is not None and "padding-ignored" not in faults:
             real = attention_mask.bool()
@@ -98,6 +99,7 @@ class Model(nn.Module):
                 positions = (real.cumsum(1) - 1).clamp(min=0)[:, -input_ids.size(1) :]
             if "padding-positions" in faults:  # the fault: positions count from one if a mask is given
                 positions = positions + 1
+        positions = positions if position_ids is None else position_ids
         x = self.wte(input_ids) + self.wpe(positions.clamp(max=self.wpe.num_embeddings - 1))
         presents = []
         for layer, block in enumerate(self.h):
