@@ -67,7 +67,7 @@ FAULTS = [
     ("italiano", "value-identity", "at h.*.attn.c_attn.weight (v): you have no projection for v", ".porta."),
     ("fused", "output-projection-missing", "at h.*.attn.c_proj.weight: you have no projection here", ".proj."),
     ("fused", "post-norm", "post-norm at h.*: your norms stand after the branches", None),
-    ("fused", "post-norm final-norm-missing", "layernorm-without-affine at ln_f.weight: your norm has no scale", "ln_f"),
+    ("fused", "post-norm final-norm-missing", "final-norm-missing at ln_f: your module has no last norm", "ln_f"),
     ("fused", "ln_1-missing", "norm-missing at h.*.ln_1: your attention has no norm before it", ".ln_1."),
     ("fused", "final-norm-missing", "final-norm-missing at ln_f: your module has no last norm", "ln_f"),
     ("fused", "position-sinusoidal", "position-missing at wpe: your module has no learned positions", "wpe"),

@@ -143,6 +143,7 @@ class Anatomy:
             placed = [(part, layer, norm) for (part, layer, _), norm in zip(feeds, in_order, strict=False)]
         else:
             placed = [(part, layer, norms[0]) for part, layer, norms in feeds if norms]
+        self.final_norm &= not self.post_norm or any(part == "ln_f" for part, *_ in placed)
         for part, layer, norm in placed:
             for kind, ids in (("weight", norm.scale), ("bias", norm.shift)):
                 if ids is not None:
