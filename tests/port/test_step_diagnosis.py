@@ -1,5 +1,6 @@
 """`diagnose_step` names the faults of training steps and says nothing of right ones. tools/step_table.py measures them all."""
 
+import copy
 import itertools
 import json
 
@@ -262,6 +263,20 @@ def test_two_decays_are_read_off_as_two() -> None:
     found = gpt2.diagnose_step(our_model(), step_of(**PLAIN, groups=groups), our_model())
     words = "read off: a weight decay of 0.1, on matrices, embeddings, and of 0.01, on norms, biases"
     assert (found.verdict, words in found.notes) == ("equal", True), found.notes
+
+
+def test_a_constant_in_float32_loses_no_gradient() -> None:
+    """In a stranger's model with large weights, the rounding of its GELU's constant was called a gradient that lacks a part."""
+    model, root = our_model(), torch.tensor(2 / torch.pi).sqrt()
+    model.requires_grad_(False)
+    for block in model.h:
+        block.mlp.c_fc.weight *= 8
+        block.attn.c_attn.weight *= 8
+    module = copy.deepcopy(model).requires_grad_(True)
+    for block in module.h:
+        block.mlp.activation = lambda x: 0.5 * x * (1 + torch.tanh(root * (x + 0.044715 * x**3)))
+    found = gpt2.diagnose_step(module, unset, model)
+    assert (found.verdict, found.causes) == ("equal", ()), found.table()
 
 
 def per_example(model):
