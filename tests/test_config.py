@@ -8,7 +8,7 @@ from support.hf_layouts import TINY
 
 from gpt2.checkpoint.keys import TABLE, expected
 from gpt2.config import ALIASES, OFFICIAL_SIZES, GPT2Config, official_size, quoted
-from gpt2.errors import CheckpointError, InputError
+from gpt2.errors import CheckpointError
 from gpt2.model import GPT2
 
 # FACTS.md: parameters, and elements including the mask buffers of the official files.
@@ -132,12 +132,6 @@ def test_other_names_of_the_sizes_are_read() -> None:
     assert GPT2Config.from_hf(bare | renamed) == TINY
     assert GPT2Config.from_hf(VALID | renamed) == TINY
     assert GPT2Config.from_hf({key: value for key, value in VALID.items() if key != "n_positions"}) == TINY
-
-
-def test_an_unknown_size_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(InputError, match="did you mean gpt2-medium") as caught:
-        official_size("gpt2-mediun")
-    assert all(size in str(caught.value) for size in OFFICIAL_SIZES)
 
 
 def test_quoted_is_short_and_printable() -> None:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support import forks, gguf_layouts, hf_layouts, tf_bundle, torch_layouts
-from support.checks import PROC, refused
+from support.checks import PROC, mapped, refused
 from support.commands import ASSET
 from torch import Tensor
 
@@ -94,16 +94,14 @@ def test_a_mapped_tensor_lies_in_a_private_mapping_and_closes_its_file(kind: Kin
     """A "mapped" read must not copy, and must close its file descriptor."""
     kind.write(path, {"a": torch.ones(5000), "b": torch.ones(5000)})
     gc.collect()
-    data, descriptors = str(data_file(kind, path)), len(os.listdir("/proc/self/fd"))
+    data, descriptors = data_file(kind, path), len(os.listdir("/proc/self/fd"))
     file = kind.read(path)
     copied = file.read("a", mapped=False)
-    assert data not in Path("/proc/self/maps").read_text()
+    assert not mapped(data)
     a, b, aligned = file.read("a"), file.read("b"), file.entries["a"].start % 4 == 0
 
     def rights(tensor: Tensor) -> list[str]:
-        rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if data in line]
-        spans = [(*(int(x, 16) for x in row[0].split("-")), row[1]) for row in rows]
-        return [rights for start, end, rights in spans if start <= tensor.data_ptr() < end]
+        return [rights for span, rights in mapped(data) if tensor.data_ptr() in span]
 
     assert aligned or kind is KINDS["torch before 1.6"]
     assert rights(a) == rights(b) == (["rw-p"] if aligned else [])
@@ -111,7 +109,7 @@ def test_a_mapped_tensor_lies_in_a_private_mapping_and_closes_its_file(kind: Kin
     del file, b
     assert a.sum() == 5000, "the mapping outlives the file object"
     del a
-    assert data not in Path("/proc/self/maps").read_text()
+    assert not mapped(data)
     assert len(os.listdir("/proc/self/fd")) == descriptors
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.checks import PROC
+from support.checks import PROC, mapped
 from support.hf_layouts import TINY, turned, weights, write_config, write_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,12 +34,6 @@ def read_so_far() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def spans(path: Path) -> list[range]:
-    """Address ranges where a file is mapped in this process."""
-    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
-    return [range(*(int(end, 16) for end in row[0].split("-"))) for row in rows]
-
-
 CONFIG = type(TINY)(vocab_size=2000, n_positions=64, n_embd=96, n_layer=2, n_head=3)
 MATRICES = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 
@@ -64,7 +58,7 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
         model = load_path(path.parent, dtype=dtype)
     read = read_so_far() - before - idle
     parameters = dict(model.named_parameters())
-    in_file = [any(p.data_ptr() in span for span in spans(path)) for p in parameters.values()]
+    in_file = [any(p.data_ptr() in span for span, _ in mapped(path)) for p in parameters.values()]
     overhead = path.stat().st_size - 4 * size + 20_000  # header, config, and the bytes that identify the container
     if how in ("mapped", "turned"):
         assert all(in_file)

@@ -59,6 +59,12 @@ def random_bits(pick: random.Random, dtype: torch.dtype) -> Tensor:
     return (raw % 2 if dtype is torch.bool else raw).view(dtype).reshape(shape)
 
 
+def mapped(path: Path) -> list[tuple[range, str]]:
+    """The address ranges where a file is mapped in this process, and their rights. Linux."""
+    rows = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(path))]
+    return [(range(*(int(end, 16) for end in row[0].split("-"))), row[1]) for row in rows]
+
+
 def content(directory: Path) -> dict[str, bytes]:
     """The bytes of each file of a folder."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir())}

@@ -139,7 +139,7 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory) -> tuple[Recipe, Path]:
     """A recipe, and the folder of its job by the command line."""
-    shared, folder = replace(recipe, batch_size=4, steps=40), tmp_path_factory.mktemp("undisturbed") / "whole"
+    shared, folder = replace(recipe, batch_size=4, steps=80), tmp_path_factory.mktemp("undisturbed") / "whole"
     assert command(shared, folder).wait(300) == 0, said(folder).read_text()
     return shared, folder
 
