@@ -57,7 +57,7 @@ def test_the_same_work_is_done_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch
             made = Budget(limit)
             monkeypatch.setattr("gpt2.port.dump.examination.of_model", lambda parameters, made=made: made)
             reports.append(gpt2.diagnose(undetermined(), MODEL).table())
-            work.append(made.account.done)
+            work.append(made.done)
     assert reports[:2] == reports[2:]
     assert work[:2] == work[2:]
     assert 2_000 <= work[0] < 10_000 <= work[1] < 20_000

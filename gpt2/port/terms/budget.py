@@ -42,13 +42,6 @@ class Spent(Exception):
     """The budget of a search is spent."""
 
 
-class _Account:
-    """The work that was done so far, and when the clock ends it."""
-
-    def __init__(self, seconds: float) -> None:
-        self.done, self.seconds, self.end = 0.0, seconds, time.monotonic() + seconds
-
-
 class Budget:
     """A limit of ``work`` from now on, in calls of a small operator; of the clock as well, ``seconds`` for all parts together.
 
@@ -57,30 +50,32 @@ class Budget:
     """
 
     def __init__(self, work: float = math.inf, seconds: float = math.inf, of: Budget | None = None) -> None:
-        self.account: _Account = _Account(seconds) if of is None else of.account
-        self.end: float = min(self.account.done + work, math.inf if of is None else of.end)
+        self.whole: Budget = self if of is None else of.whole
+        if of is None:
+            self.done, self.seconds, self.deadline = 0.0, seconds, time.monotonic() + seconds
+        self.end: float = min(self.whole.done + work, math.inf if of is None else of.end)
 
     def spend(self, calls: float, elements: float = 0, products: float = 0) -> None:
         """Count operators, the numbers that they read or write, and the products of matrices."""
-        self.account.done += calls + elements / ELEMENTS + products / PRODUCTS
+        self.whole.done += calls + elements / ELEMENTS + products / PRODUCTS
 
     @property
     def left(self) -> float:
         """The work that is left."""
-        return self.end - self.account.done
+        return self.end - self.whole.done
 
     @property
     def late(self) -> bool:
         """Whether the clock ends the search."""
-        return time.monotonic() > self.account.end
+        return time.monotonic() > self.whole.deadline
 
     @property
     def spent(self) -> bool:
-        return self.account.done >= self.end or self.late
+        return self.whole.done >= self.end or self.late
 
     def ended(self, untried: Iterable[str]) -> str:
         """Return words for a search that has just ended here: at which limit, and what was not tried, or not all of it."""
-        limit = f"of {self.account.seconds:g} s, because this machine is slow or busy" if self.late else "of work"
+        limit = f"of {self.whole.seconds:g} s, because this machine is slow or busy" if self.late else "of work"
         return f"the search ended at its limit {limit}; not tried: {', '.join(untried)}"
 
     def part(self, share: float) -> Budget:
