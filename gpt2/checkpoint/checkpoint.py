@@ -54,9 +54,9 @@ class Checkpoint(ABC):
     def tokenizer(self) -> Tokenizer:
         """Return the checkpoint's own tokenizer. Raises InputError: it has none, or it is damaged."""
 
-    @abstractmethod
     def files(self) -> dict[str, Path]:
-        """Return the files of config, weights and tokenizer, by their names in a report."""
+        """Return the files of config, weights and tokenizer, by their names in a report; none of what is in memory."""
+        return {}
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
         dtype, read, names = dtype or self.dtype, self.reader(), expected(self.config)
@@ -189,9 +189,6 @@ class RandomCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         raise gguf_file.NoTokenizer(f"{self.name}: random weights come without a tokenizer; name a trained model")
-
-    def files(self) -> dict[str, Path]:
-        return {}
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import reduce
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,9 +59,6 @@ class ModuleCheckpoint(Checkpoint):
 
     def tokenizer(self) -> Tokenizer:
         raise NoTokenizer("a module has none")
-
-    def files(self) -> dict[str, Path]:
-        return {}
 
 
 @torch.no_grad()
