@@ -23,18 +23,8 @@ from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
 from gpt2.port import graph
-from gpt2.port.alternatives import EDITS, table
-from gpt2.port.alternatives.alternative import (
-    FAMILIES,
-    Alternative,
-    Changed,
-    Schedule,
-    Which,
-    in_calls,
-    merged,
-    scheduled,
-    schedules,
-)
+from gpt2.port.alternatives import EDITS, alternative, table
+from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, scheduled
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Program, Site
 from gpt2.port.recording.pool import collect
@@ -205,9 +195,9 @@ def test_a_fault_of_some_calls_is_in_these_alone() -> None:
 def test_two_edits_of_one_node_are_merged_if_one_changes_what_is_there() -> None:
     """A factor of the scores beside another comparison is two faults; two comparisons at once cannot be."""
     double, compared = Changed("attn.scores", lambda c, y: 2 * y), {"attn.scores": lambda c, s: s["attn.kh"] @ s["attn.kh"].mT}
-    both = merged(compared, {"attn.scores": double})
+    both = alternative.merged(compared, {"attn.scores": double})
     assert both is not None
-    assert merged(compared, dict(compared)) is None
+    assert alternative.merged(compared, dict(compared)) is None
     simulation = Model(model().state_dict(), CONFIG, ids())
     one, two = (simulation.trace(Program({0: edits}))["h.0.attn.scores"] for edits in (compared, both))
     assert torch.allclose(2 * one, two)
@@ -231,7 +221,7 @@ def drawn(count: int, seed: int) -> list[tuple[Alternative, Calls, str]]:
     """Alternatives with the calls in which their program reads its text, and what is seen of it."""
     generator = torch.Generator().manual_seed(seed)
     right, out = [logits(None, calls) for calls in CALLS], []
-    ways = [one.calls for one in schedules(Model(model().state_dict(), CONFIG, ids()))]
+    ways = [one.calls for one in alternative.schedules(Model(model().state_dict(), CONFIG, ids()))]
     for number in torch.randperm(len(alternatives()), generator=generator).tolist():
         one = alternatives()[number]
         calls = ways[int(torch.randint(len(ways), (1,), generator=generator))] if one.steps else CALLS[0]
