@@ -37,14 +37,16 @@ MODULES = "torch safetensors.torch numpy httpx2 yaml filelock tqdm.auto rich.con
 
 
 class Fork:
-    """A running process; a part of the interface of subprocess.Popen."""
+    """A running process; a part of the interface of subprocess.Popen, without pipes."""
 
-    def __init__(self, words: tuple[str, ...], environ: Mapping[str, str], cwd: Path | None, strict: bool) -> None:
+    stdin = stdout = stderr = None
+
+    def __init__(self, words: tuple[str, ...], environ: Mapping[str, str], cwd: Path | None, strict: bool, modules: str) -> None:
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed at the end)
         status, theirs = os.pipe()
         order = {"words": words, "environ": dict(environ), "cwd": str(cwd or Path.cwd()), "strict": strict}
-        socket.send_fds(_host(), [b" "], [*(file.fileno() for file in self._files), theirs])
-        _host().sendall(json.dumps(order).encode() + b"\n")
+        socket.send_fds(_host(modules), [b" "], [*(file.fileno() for file in self._files), theirs])
+        _host(modules).sendall(json.dumps(order).encode() + b"\n")
         os.close(theirs)
         self._status = os.fdopen(status)
         self.pid, self.returncode = int(self._status.readline()), None
@@ -89,9 +91,15 @@ class Fork:
         self.send_signal(signal.SIGKILL)
 
 
-def start(*words: str | Path, environ: Mapping[str, str] = os.environ, cwd: Path | None = None, strict: bool = False) -> Fork:
+def start(
+    *words: str | Path,
+    environ: Mapping[str, str] = os.environ,
+    cwd: Path | None = None,
+    strict: bool = False,
+    modules: str = MODULES,
+) -> Fork:
     """Start ``python WORDS``, which begin with ``-c CODE`` or ``-m MODULE``; ``strict`` makes warnings errors."""
-    return Fork(tuple(map(str, words)), environ, cwd, strict)
+    return Fork(tuple(map(str, words)), environ, cwd, strict, modules)
 
 
 def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
@@ -106,11 +114,11 @@ def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: A
 
 
 @functools.cache
-def _host() -> socket.socket:
-    """Start the process that forks; it ends with this one."""
+def _host(modules: str) -> socket.socket:
+    """Start the process that imports these modules and forks; it ends with this one."""
     ours, theirs = socket.socketpair()
     environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    command = [sys.executable, "-m", "support.forks", str(theirs.fileno())]
+    command = [sys.executable, "-m", "support.forks", str(theirs.fileno()), modules]
     process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
 
@@ -122,9 +130,9 @@ def _host() -> socket.socket:
     return ours
 
 
-def _serve(orders: socket.socket) -> list[str]:
+def _serve(orders: socket.socket, modules: str) -> list[str]:
     """Fork for each order, until the tests close the socket. Return in the forks alone, with the words of the order."""
-    for name in MODULES.split():
+    for name in modules.split():
         importlib.import_module(name)
     assert "huggingface_hub" not in sys.modules
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
@@ -145,6 +153,7 @@ def _serve(orders: socket.socket) -> list[str]:
 def _begin(order: dict, out: int, err: int, status: int) -> list[str]:
     """Fork once more: one process reports the other's id and exit status, the other takes its place in the world."""
     if pid := os.fork():
+        os.setpgid(pid, pid)  # a signal to its group is for it alone
         os.write(status, b"%d\n" % pid)
         os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
         os._exit(0)
@@ -182,7 +191,7 @@ def _run(flag: str, what: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    status = _run(*_serve(socket.socket(fileno=int(sys.argv[1]))))
+    status = _run(*_serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]))
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()
