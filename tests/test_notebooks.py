@@ -120,8 +120,8 @@ def test_one_line_changes_the_model(path: Path, tmp_path: Path) -> None:
     model = GPT2(GPT2Config(vocab_size=2048, **sizes))
     gpt2.save(model, gpt2.load_tokenizer("shakespeare-mini"), tmp_path / "another")
     code = "\n".join(cell.source for cell in shortened(path).cells if cell.cell_type == "code")
-    search = "import unittest.mock\nplt.switch_backend('agg')\ngpt2.diagnose = gpt2.diagnose_step = unittest.mock.MagicMock()\n"  # its shapes: tests/port
-    code = code.replace(LINE, f'{search}MODEL = "{tmp_path / "another"}"')
+    search = "import unittest.mock\ngpt2.diagnose = gpt2.diagnose_step = unittest.mock.MagicMock()\n"  # its shapes: tests/port
+    code = code.replace(LINE, f'{search}plt.switch_backend("agg")\nMODEL = "{tmp_path / "another"}"')
     forks.run("-c", code, cwd=tmp_path, modules=MODULES, timeout=300)
 
 
