@@ -16,7 +16,6 @@ import signal
 import threading
 from collections.abc import Callable
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +74,13 @@ def _end_with(asked: int, folder: Path) -> None:
 
 
 def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) -> str:
-    file, name, failure = Path(order["file"]), order["name"], None
+    file, name, failure, calls = Path(order["file"]), order["name"], None, itertools.count(1)
+
+    def tell(what: str) -> None:
+        """Write a stage of the diagnosis for the process that shows progress."""
+        with contextlib.suppress(OSError):  # progress is not worth a diagnosis
+            (place / PROGRESS).write_text(what)
+
     try:
         begin("loading")
         name_of_model = ModelName.parse(order["model"], VERIFIES, revision=order["revision"])
@@ -89,7 +94,6 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         begin("forward")
         failure = _once(module, model)
         begin("diagnosis")
-        tell, calls = partial(_tell, place / PROGRESS), itertools.count(1)
         if "step" in order:
             from gpt2.port.diagnosis.step import diagnose_step
 
@@ -113,12 +117,6 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         return json.dumps({"error": str(error) + (at if at not in str(error) else "")})
     except BaseException as error:  # the port may raise anything
         return json.dumps({"error": _one_line(error, file, name)})
-
-
-def _tell(file: Path, what: str) -> None:
-    """Write a stage of the diagnosis to ``file``, for the process that shows progress."""
-    with contextlib.suppress(OSError):  # progress is not worth a diagnosis
-        file.write_text(what)
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:

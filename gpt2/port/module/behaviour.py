@@ -1,24 +1,30 @@
-"""Test how a port behaves: repeated, with one row alone, token by token through its cache, and padded."""
+"""Test how a port behaves: repeated, with one row alone, token by token through its cache, and padded.
+
+What the usual mistakes with a cache give is computed: wrong positions and wrong masks of the tokens of later calls.
+"""
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gpt2.measure.dumps import MASKS
+from gpt2.measure.dumps import MASKS as MASK_NAMES
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.graph import Model
-from gpt2.port.module.later_calls import in_later_calls
+from gpt2.port.alternatives.alternative import Alternative, in_calls
+from gpt2.port.alternatives.candidates import Candidate
+from gpt2.port.alternatives.masks import CAUSAL, IN_CALLS, MASKS, Mask
+from gpt2.port.graph import Formula, Model, Site, State, embedding
 from gpt2.port.module.runs import Runs
-from gpt2.port.recording.dispatch import DeterministicMode
+from gpt2.port.recording.dispatch import DeterministicMode, run_deterministically
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.logits import Reference
 from gpt2.port.terms.causes import SURE, Cause
@@ -32,6 +38,20 @@ SWITCHES = ("use_cache", "use_kv_cache", "return_cache", "return_past")
 STARTS = ("start_pos", "start", "offset", "pos_offset", "past_len", "past_length", "position_offset")
 STATELESS = "keep nothing from call to call: take the cache as an argument and return it, or empty it before each new text"
 RESETS = ("reset_cache", "reset_kv_cache", "clear_cache")
+PositionRows = Callable[[int, int], Tensor]  # from the first token of a call and the one behind it to rows of the position table
+POSITIONS: dict[str, PositionRows] = {
+    "": torch.arange,
+    "the positions of all new tokens are one, that of the first of them": lambda begin, end: torch.full((end - begin,), begin),
+    "positions begin at 0 in each call": lambda begin, end: torch.arange(end - begin),
+    "positions lag by one": lambda begin, end: torch.arange(begin, end) - 1,
+    "positions run ahead by one": lambda begin, end: torch.arange(begin, end) + 1,
+}
+UNMASKED, *_ = MASKS
+LATER: dict[str, Mask] = {
+    "": CAUSAL,
+    "the mask is missing: a new token sees those behind it": MASKS[UNMASKED][1],
+    **{f"the mask: {words}": mask for words, mask in IN_CALLS.items()},
+}
 
 
 class Behaviour:
@@ -84,16 +104,8 @@ class Behaviour:
     def _argument(self, *names: str) -> str | None:
         return next((name for name in names if name in self.arguments), None)
 
-    # Repeated
-
     def _repeat(self, ids: Tensor) -> None:
-        self.runs.rewind()
-        mode = DeterministicMode(keep_casts=True, keep_random=True)
-        try:
-            first, second = self._twice(ids, mode)
-        except Exception:  # its casts fit its own dtype alone, not float64
-            mode = DeterministicMode(keep_casts=False, keep_random=True)
-            first, second = self._twice(ids, mode)
+        (first, second), mode = self._twice(ids)
         if torch.equal(first, second) and not mode.dropouts:
             self._repeat_after_others(ids)
             return
@@ -102,17 +114,19 @@ class Behaviour:
         if mode.dropouts:
             self._dropouts(ids, error, evidence)
             return
-        self.runs.rewind()
-        keeps = not mode.draws and torch.equal(first, self._twice(ids, mode)[0])
+        keeps = not mode.draws and torch.equal(first, self._twice(ids)[0][0])
         why = "your forward depends on a state that is not in your module, or on a generator without a seed"
         why = f"your forward draws random numbers ({', '.join(dict.fromkeys(mode.draws))})" if mode.draws else why
         why = "your module keeps a state from call to call, and its logits depend on it" if keeps else why
         words = f"the same ids give other logits every time; {why}"
         self._add("not-deterministic", words, evidence, error, fix=None if mode.draws else STATELESS)
 
-    def _twice(self, ids: Tensor, mode: DeterministicMode) -> list[Tensor]:
-        with mode:
-            return [logits_of(self.module(ids), ids, self.config.vocab_size).double() for _ in range(2)]
+    def _twice(self, ids: Tensor) -> tuple[list[Tensor], DeterministicMode]:
+        """Return the logits of two calls with all that is random in them."""
+        self.runs.rewind()
+        return run_deterministically(
+            lambda: [self._logits_in(self.module(ids), ids) for _ in range(2)], self.runs.keep_casts, True
+        )
 
     def _repeat_after_others(self, ids: Tensor) -> None:
         """Test whether one token's logits depend on previous calls."""
@@ -151,8 +165,6 @@ class Behaviour:
         first = next((point for point in traced if point in points), None)
         self.divergence = None if first is None else Divergence(first, error)
 
-    # A row alone
-
     def _rows(self, ids: Tensor) -> None:
         both = self._logits(ids)
         for row in range(len(ids)):
@@ -166,8 +178,6 @@ class Behaviour:
                 evidence = f"row {row} alone and row {row} in a batch of {len(ids)} {_apart(error)}"
                 self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence, error)
                 return
-
-    # Cached
 
     def _cached(self, ids: Tensor) -> bool:
         """Return whether the module has a cache that is right."""
@@ -249,15 +259,13 @@ class Behaviour:
                     raise ValueError("it returns no cache")
         return torch.cat(logits[1:], 1)
 
-    # Padded
-
     def _padded(self, ids: Tensor, has_right_cache: bool) -> None:
-        name = self._argument(*MASKS)
+        name = self._argument(*MASK_NAMES)
         if name is None:
             return
-        gap, ones = 2, torch.full(ids.shape, MASKS[name])
+        gap, ones = 2, torch.full(ids.shape, MASK_NAMES[name])
         mask, filled = ones.clone(), ids.clone()
-        mask[0, :gap] = 1 - MASKS[name]
+        mask[0, :gap] = 1 - MASK_NAMES[name]
         filled[0, :gap] = ids[1, :gap]
         for kind in (mask.dtype, torch.bool):
             mask, ones = mask.to(kind), ones.to(kind)
@@ -319,3 +327,31 @@ def _cache_of(output: Any) -> Any:
         rest = [part for part, is_loss in zip(output, losses, strict=True) if part is not None and not is_loss]
         return rest[-1] if len(rest) > 1 else None
     return None
+
+
+def in_later_calls(model: Model, pieces: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
+    """Yield mistakes in words, and the logits of a text that is read in ``pieces`` of so many tokens; single mistakes first."""
+    ends = list(itertools.accumulate(pieces))
+    calls = tuple(zip([0, *ends], ends, strict=False))
+    both = sorted(itertools.product(POSITIONS.items(), LATER.items()), key=lambda one: bool(one[0][0]) + bool(one[1][0]))
+    for (where, rows), (hidden, mask) in both[1:]:  # the first is right
+        whole = Alternative("", "", in_calls(calls, {"attn.weights": _weighing(mask), "embed": _embedding(rows)}))
+        sites = tuple((whole, layer) for layer in range(model.config.n_layer))
+        program = Candidate((*sites, (whole, None))).program
+        if program is not None:
+            yield "; ".join(filter(None, (where, hidden))), model.trace(program)["logits"]
+
+
+def _embedding(rows: PositionRows) -> Formula:
+    return lambda c, s: embedding(c, rows(c.begin, c.end).clamp(0, c.config.n_positions - 1) if c.begin else None)
+
+
+def _weighing(mask: Mask) -> Formula:
+    """Return attention weights by the mask, but in the first call, by GPT-2's own."""
+
+    def weigh(c: Site, s: State) -> Tensor:
+        scores = s["attn.scores"]
+        seen = (mask if c.begin else CAUSAL)(c.tokens, torch.arange(scores.shape[-1]), c.begin)
+        return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
+
+    return weigh

@@ -29,7 +29,7 @@ from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, struct
 from gpt2.port.mapping.filling import Own, fill, overwritten, own_weights, put
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.module.behaviour import Behaviour
-from gpt2.port.module.runs import Runs, named
+from gpt2.port.module.runs import Runs
 from gpt2.port.module.seen import seen
 from gpt2.port.module.weights import WeightComparison
 from gpt2.port.recording.dataflow import Use
@@ -136,7 +136,7 @@ class Examination:
         if worst <= self.runs.bound:
             return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *others])
         wrong = next(number for number, error in enumerate(errors) if error > self.runs.bound)
-        if wrong and any(cause.id == "not-deterministic" for cause in behaviour.causes):
+        if wrong and changing:
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
         if wrong:
             self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
@@ -184,19 +184,14 @@ class Examination:
                 tensors[name] = torch.cat([mine if share in shares else ours for share, mine, ours in thirds], -1)
         return effect_of_weights(Model(self.state, self.config, self.ids), tensors)
 
-    # The module's weights
-
     def _anatomy(self) -> Anatomy | None:
         """Return None if the parts are not recognised; the module is then assumed to hold the checkpoint's weights."""
         recording = record_probe(self.module, self.config, self.who)
         try:
             return Anatomy(recording)
-        except NotGPT2 as reason:
-            self.not_gpt2 = str(reason)
         except Exception as error:
-            why = error_at(error)
-            self.notes.append(f"the parts of your module were not recognised ({why}); its weights were not compared")
-        return None
+            self.not_gpt2 = str(error) if isinstance(error, NotGPT2) else error_at(error)
+            return None
 
     def _read_checkpoint(self, borrowed: Borrowed) -> None:
         """Set ``state`` to the checkpoint in float64, rounded first to the module's dtype if that is narrower."""
@@ -207,7 +202,9 @@ class Examination:
         self.dtype = dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
         state = {name: tensor.detach().to("cpu") for name, tensor in self.ours.state_dict().items()}
         if dtype in NARROW and any(tensor.dtype != dtype for tensor in state.values()):
-            self.notes.append(f"your module is in {named(dtype)}: it is compared with the checkpoint rounded to that, in float64")
+            self.notes.append(
+                f"your module is in {str(dtype).removeprefix('torch.')}: it is compared with the checkpoint rounded to that, in float64"
+            )
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
         self.state = self.runs.state = {name: tensor.double() for name, tensor in state.items()}
 
@@ -221,10 +218,8 @@ class Examination:
             if absent and 2 * len(absent) < len(ours):
                 self.notes.append(f"no tensor of yours has the entries of {listed(absent, self.config.n_layer)}")
             if self.fill and not self.holds:
-                words = (
-                    "so its weights cannot be put in for you; load them yourself, in build(checkpoint_dir), or without fill=True"
-                )
-                raise InputError(f"{self.who}: {self.not_gpt2 or 'its parts are not recognised'}, {words}")
+                words = "its weights cannot be put in for you; load them yourself, in build(checkpoint_dir), or without fill=True"
+                raise InputError(f"{self.who}: {self.not_gpt2}, so {words}")
             return Own(self.state, {}, {}), None
         if apart := rows_apart(self.mapping.anatomy):
             raise InputError(f"{self.who}: {apart}")
@@ -266,8 +261,6 @@ class Examination:
             if bool(((exact - tensor).abs() <= near).all()):
                 tensor.copy_(exact)
 
-    # The module's computation
-
     def _walked(
         self, ids: Tensor, own: Own, reference: Reference, mixed: bool, is_right: bool
     ) -> tuple[Divergence | None, list[Cause]]:
@@ -284,7 +277,7 @@ class Examination:
         if mixed and not walked.explained:
             alike = ids[:1].expand_as(ids).contiguous()
             pool = self._pool(alike)
-            if not _same_at_every_position(pool.logits):
+            if pool.logits.shape[-2] == 1 or bool((pool.logits.diff(dim=-2).abs() > 1e-6 * pool.logits.abs().amax()).any()):
                 again = self._best_walk(pool, alike, reference, weights, own)
                 if again.explained or len(again.values) > len(walked.values):
                     walked = replace(again, first=walked.first or again.first)
@@ -372,8 +365,3 @@ def _ends(mine: Tensor, right: Tensor, bound: float) -> list[Cause]:
 def _sure(cause: Cause, evidence: str = "") -> Cause:
     """Return a cause of weights as certain: our model with the port's weights gives the port's logits."""
     return replace(cause, confidence=SURE, evidence=cause.evidence + evidence)
-
-
-def _same_at_every_position(logits: Tensor) -> bool:
-    """Return whether the logits (..., T, V) do not depend on the token; one position alone does not show it."""
-    return logits.shape[-2] > 1 and bool((logits - logits[..., :1, :]).abs().amax() <= 1e-6 * logits.abs().amax())

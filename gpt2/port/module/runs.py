@@ -134,8 +134,8 @@ class Runs:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
         self.bound = self.explained(self.probes()[0], dtype)
-        why = f" (in float64 it fails: {error_at(failure)})" if failure else ""
-        self.notes.append(f"your forward was measured in {named(dtype)}, and may be off by {self.bound:.1e}{why}")
+        why, kind = f" (in float64 it fails: {error_at(failure)})" if failure else "", str(dtype).removeprefix("torch.")
+        self.notes.append(f"your forward was measured in {kind}, and may be off by {self.bound:.1e}{why}")
 
     def imprecise(self, borrowed: Borrowed, ids: Tensor, wide: Tensor, same: Reference) -> list[Cause]:
         """Return the cause that logits in float32 are farther from those in float64, ``wide``, than rounding explains.
@@ -168,8 +168,3 @@ class Runs:
         off = f"in float32, your logits are off by {error:.0e} from your own in float64"
         evidence = f"{off}; rounding explains {explained['logits']:.0e}"
         return [Cause("reduced-precision", (Place.of(first),), words, evidence, SURE, FIX, effect=max_abs(narrow, wide))]
-
-
-def named(dtype: torch.dtype) -> str:
-    """Return a dtype as a report says it."""
-    return str(dtype).removeprefix("torch.")

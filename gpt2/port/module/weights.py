@@ -80,21 +80,11 @@ class WeightComparison:
         self._combine_not_loaded()
 
     def _add(
-        self,
-        id: str,
-        words: str,
-        evidence: str,
-        *places: Place,
-        confidence: float = EXACT,
-        called: str = "",
-        kind: str = "",
-        fix: str | None = None,
+        self, id: str, words: str, evidence: str, *places: Place, confidence: float = EXACT, called: str = "", kind: str = ""
     ) -> None:
         """Add a cause: ``words`` say what the parameter ``called`` is or holds; causes of one ``kind`` are merged over blocks."""
-        detail = f"{called} {words}".strip()
+        detail, fix = f"{called} {words}".strip(), NORMS if id == "norms-swapped" else None
         self.causes.append(Cause(id, places, detail, evidence, confidence, fix, kind or words, held=True))
-
-    # Many causes as one
 
     def _combine_not_loaded(self) -> None:
         fresh = [cause for cause in self.causes if cause.id == "not-loaded"]
@@ -112,8 +102,6 @@ class WeightComparison:
         first = "" if len(looks) == 1 else f"of {fresh[0].where}: "  # what is said of one is not true of all
         words = f"your module holds {what}; {first}{self._likeness.get(fresh[0].places, '')}"
         self._add("not-loaded", words, fresh[0].evidence, *places, confidence=0.9)
-
-    # Missing or different without effect
 
     def _missing_biases(self, differing: list[str]) -> None:
         placed = {name: self.own.placed[name] for name in differing if name.endswith("bias")}
@@ -152,8 +140,6 @@ class WeightComparison:
             if f"h.{other}" != block and telling and all(torch.equal(held[part], ours[part]) for part in telling):
                 return other
         return None
-
-    # One tensor
 
     def _tensor(self, name: str) -> None:
         called = f"your {self.own.names.get(name, name)}"
@@ -195,11 +181,8 @@ class WeightComparison:
             self._unrelated(piece)
         elif entries.same_entries(held, ours):
             id = "head-layout" if place.part.startswith("attn.") else "wrong-tensor"
-            words, evidence = (
-                "holds the right values in another order",
-                "the same values, each as often, and not in the same places",
-            )
-            self._add(id, words, evidence, place, confidence=0.85, called=piece.called)
+            evidence = "the same values, each as often, and not in the same places"
+            self._add(id, "holds the right values in another order", evidence, place, confidence=0.85, called=piece.called)
         elif (other := self._holders.get(entries.fingerprint(held))) is not None:
             self._other(piece, other)
         else:
@@ -255,7 +238,7 @@ class WeightComparison:
             places = [Place(layer, stem) for stem in stems] if len(stems) > 1 else [piece.place for piece, _ in pieces]
             kind, evidence = f"norms: {', '.join(place.part for place in places)}", self._holder_evidence(*pieces[0])
             words = f"norms hold each other's weights: {got}" if len(stems) > 1 else f"a norm holds the other's weights: {got}"
-            self._add("norms-swapped", words, evidence, *places, kind=kind, fix=NORMS)
+            self._add("norms-swapped", words, evidence, *places, kind=kind)
 
     def _unrelated(self, piece: Piece) -> None:
         held, ours = piece.held[piece.placed], piece.ours[piece.placed]

@@ -187,13 +187,15 @@ class DeterministicMode(OperatorMode):
         return result
 
 
-def run_deterministically(function: Callable[[], T], keep_casts: bool = False) -> tuple[T, DeterministicMode]:
+def run_deterministically(
+    function: Callable[[], T], keep_casts: bool = False, keep_random: bool = False
+) -> tuple[T, DeterministicMode]:
     """Return ``function()`` under :class:`DeterministicMode`, and the mode; keep casts if it fails without them."""
-    mode = DeterministicMode(keep_casts=keep_casts)
+    mode = DeterministicMode(keep_casts=keep_casts, keep_random=keep_random)
     try:
         with mode:
             return function(), mode
     except (RuntimeError, TypeError):
         if keep_casts or not mode.casts:
             raise
-        return run_deterministically(function, keep_casts=True)
+        return run_deterministically(function, True, keep_random)
