@@ -202,9 +202,8 @@ class Examination:
         self.dtype = dtype = sizes.most_common(1)[0][0] if sizes else torch.float32
         state = {name: tensor.detach().to("cpu") for name, tensor in self.ours.state_dict().items()}
         if dtype in NARROW and any(tensor.dtype != dtype for tensor in state.values()):
-            self.notes.append(
-                f"your module is in {str(dtype).removeprefix('torch.')}: it is compared with the checkpoint rounded to that, in float64"
-            )
+            kind = str(dtype).removeprefix("torch.")
+            self.notes.append(f"your module is in {kind}: it is compared with the checkpoint rounded to that, in float64")
             state = {name: tensor.to(dtype) for name, tensor in state.items()}
         self.state = self.runs.state = {name: tensor.double() for name, tensor in state.items()}
 
