@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 
 from support.steps import FAULTY_STEPS, Step
-from support.steps.right import RIGHT_STEPS, RightStep
+from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import StepRow, diagnosis_of, score_step
 
 HEADS = ("steps", "right first", "all found", "undetermined", "called equal", "beside", "failed", "mean s", "worst s")
@@ -38,10 +38,10 @@ def main() -> int:
     def asked(name: str) -> bool:
         return not options.only or any(fnmatchcase(name, one) for one in options.only)
 
-    steps: dict[str, Step | RightStep] = dict(FAULTY_STEPS) | {f"right: {name}": step for name, step in RIGHT_STEPS.items()}
+    steps: dict[str, Step] = dict(FAULTY_STEPS) | {f"right: {name}": step for name, step in RIGHT_STEPS.items()}
     rows, failed = [], []
     for name, step in steps.items():
-        if not asked(name) or (isinstance(step, RightStep) and step.slow and not options.slow):
+        if not asked(name) or (step.slow and not options.slow):
             continue
         found = measure(name, step, bool(options.only))
         (rows if isinstance(found, StepRow) else failed).append(found)
@@ -52,7 +52,7 @@ def main() -> int:
     return 0
 
 
-def measure(name: str, step: Step | RightStep, whole: bool) -> StepRow | tuple[str, str]:
+def measure(name: str, step: Step, whole: bool) -> StepRow | tuple[str, str]:
     """A row of the table, or the step's name and why there is none."""
     gc.collect()
     start = time.perf_counter()

@@ -226,7 +226,7 @@ def test_right_steps_are_equal_and_their_modules_untouched(name):
     step = RIGHT_STEPS[name]
     module = step.module()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.settings.overrides())
+    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.given)
     assert json.loads(diagnosis.to_json())["verdict"] == "equal", diagnosis.table()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in module.parameters())
@@ -239,7 +239,7 @@ def test_a_head_of_its_own_is_named_where_the_forward_pass_differs_too():
     module = step.module()
     module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone())
     module.transformer["ln_f"].weight.data += 0.1
-    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.settings.overrides())
+    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.given)
     assert "tied-gradient-lost" in [cause.id for cause in diagnosis.causes], diagnosis.table()
     assert any("were not compared" in note for note in diagnosis.notes)
 

@@ -9,7 +9,7 @@ import copy
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -17,45 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.model import GPT2
-from gpt2.port.step.settings import KEYS
+from gpt2.port.step.settings import KEYS, StepSettings
 from support.faulty import CONFIG
 from support.patches import patched
 from support.ports import PORTS
 from support.random_models import random_model
 
-__all__ = ["CONFIG", "FAULTY_STEPS", "MEANINGS", "SCHEDULE", "MakeStep", "Settings", "Step", "module_of", "our_model"]
+__all__ = ["CONFIG", "FAULTY_STEPS", "MEANINGS", "SCHEDULE", "SETTINGS", "Step", "made_with", "module_of", "our_model"]
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
 SOURCE = Path(__file__).with_name("plain.py").read_text()
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a step should do, in a recipe's keys: the rate follows warm-up and cosine, decay is on matrices and embeddings.
-
-    With ``padded`` some targets are -100, and are not trained on.
-    """
-
-    lr: float = 1e-3
-    min_lr: float = 1e-3
-    warmup: int = 0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    steps: int = 1000
-    batch_size: int = 4
-    grad_accum: int = 1
-    context: int = 8
-    dropout: float = 0.0
-    padded: str = ""
-
-    def overrides(self) -> tuple[str, ...]:
-        """All of them as the command line takes them: ``optim.lr=0.001``."""
-        return tuple(f"{key}={getattr(self, name)}" for key, name in KEYS.items())
-
-    def changed(self, changes: Mapping[str, float | str]) -> Settings:
-        return replace(self, **changes)
+SETTINGS = StepSettings(
+    lr=1e-3, min_lr=1e-3, warmup=0, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0, steps=1000, batch_size=4, context=8,
+    grad_accum=1, dropout=0.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +42,6 @@ class Meaning:
     which the right step of ``plain.py`` gets it.
     """
 
-    stage: str
     ids: tuple[str, ...]
     settings: Mapping[str, float | str] = field(default_factory=dict)
     implied: tuple[str, ...] = ()
@@ -81,13 +55,13 @@ _FOUND = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
 COMBINED: list[str] = _FOUND.pop("combined")["lines"]
 
 
-def _meaning(stage: str, ids: str, patch: Sequence[str] = (), prepare: str = "", implied: str = "", **settings: Any) -> Meaning:
+def _meaning(ids: str, patch: Sequence[str] = (), prepare: str = "", implied: str = "", **settings: Any) -> Meaning:
     patches = [*zip(patch[::2], patch[1::2], strict=True), *([(PREPARED, f"{PREPARED}        {prepare}\n")] if prepare else [])]
     shows = SCHEDULE if "schedule" in settings else settings
-    return Meaning(stage, tuple(ids.split()), shows, tuple(implied.split()), tuple(patches))
+    return Meaning(tuple(ids.split()), shows, tuple(implied.split()), tuple(patches))
 
 
-MEANINGS = {word: _meaning(stage, **row) for stage, rows in _FOUND.items() for word, row in rows.items()}
+MEANINGS = {word: _meaning(**row) for rows in _FOUND.values() for word, row in rows.items()}
 
 
 @cache
@@ -118,31 +92,25 @@ def module_of(kind: str) -> nn.Module:
 
 @dataclass(frozen=True)
 class Step:
-    """The step of `plain.py` with its faults, as a line of words; an empty line is the right one.
+    """What ``make`` makes of its settings, and a module of this kind. ``meanings``: its faults, by name; none of a right step."""
 
-    ``given``: settings in place of those that the faults ask for.
-    """
-
-    line: str
-    given: Settings | None = None
-
-    @property
-    def meanings(self) -> dict[str, Meaning]:
-        return {word: MEANINGS[word] for word in self.line.split()}
-
-    @property
-    def settings(self) -> Settings:
-        settings = Settings()
-        for meaning in self.meanings.values():
-            settings = settings.changed(meaning.settings)
-        return self.given or settings
-
-    def module(self) -> nn.Module:
-        return module_of("nano")
+    make: Callable[[StepSettings], MakeStep]
+    kind: str = "nano"
+    settings: StepSettings = SETTINGS
+    meanings: Mapping[str, Meaning] = field(default_factory=dict)
+    slow: bool = False
 
     @property
     def make_step(self) -> MakeStep:
-        return _with_faults(self.line)["make"](self.settings)
+        return self.make(self.settings)
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """All settings, by a recipe's keys."""
+        return {key: getattr(self.settings, name) for key, name in KEYS.items()}
+
+    def module(self) -> nn.Module:
+        return module_of(self.kind)
 
 
 @cache
@@ -153,4 +121,16 @@ def _with_faults(line: str) -> dict[str, Any]:
     return namespace
 
 
-FAULTY_STEPS = {line: Step(line) for line in (*MEANINGS, *COMBINED)}
+def made_with(line: str, settings: StepSettings) -> MakeStep:
+    """Return what `plain.py` makes with these faults, a line of words; an empty line is the right one."""
+    made: MakeStep = _with_faults(line)["make"](settings)
+    return made
+
+
+def _faulty(line: str) -> Step:
+    meanings = {word: MEANINGS[word] for word in line.split()}
+    shows = {key: value for meaning in meanings.values() for key, value in meaning.settings.items()}
+    return Step(partial(made_with, line), settings=replace(SETTINGS, **shows), meanings=meanings)
+
+
+FAULTY_STEPS = {line: _faulty(line) for line in (*MEANINGS, *COMBINED)}

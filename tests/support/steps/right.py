@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -11,40 +11,16 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from support.ports import logits
-from support.steps import SCHEDULE, Settings, Step, module_of
+from support.steps import SCHEDULE, SETTINGS, Step, made_with
 from support.steps.plain import rate
 
 V = 67  # vocabulary of support.faulty.CONFIG
-
-
-@dataclass(frozen=True)
-class RightStep:
-    """A right step. ``make`` takes settings and gives `make_step`."""
-
-    name: str
-    kind: str
-    make: Callable
-    changes: Mapping[str, float | str] = field(default_factory=dict)
-    slow: bool = False
-
-    @property
-    def settings(self) -> Settings:
-        return Settings().changed(self.changes)
-
-    @property
-    def make_step(self) -> Callable:
-        return self.make(self.settings)
-
-    def module(self) -> nn.Module:
-        return module_of(self.kind)
-
-
-RIGHT_STEPS: dict[str, RightStep] = {}
+RIGHT_STEPS: dict[str, Step] = {}
 
 
 def right(name: str, kind: str = "ours", *, slow: bool = False, **changes: float | str) -> Callable:
     def register(make: Callable) -> Callable:
-        RIGHT_STEPS[name] = RightStep(name, kind, make, changes, slow)
+        RIGHT_STEPS[name] = Step(make, kind, replace(SETTINGS, **changes), slow=slow)
         return make
 
     return register
@@ -149,7 +125,7 @@ def scaled(s):
 
 
 right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
-right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: Step("", s).make_step)
+right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: made_with("", s))
 
 
 @right("update within the backward pass", "mha", clip=0.0)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import gpt2
 from gpt2.port.terms.report import Diagnosis
 from support.steps import Step, our_model
-from support.steps.right import RightStep
 
 
 @dataclass(frozen=True)
@@ -35,25 +34,24 @@ class StepRow:
         return "; ".join((*parts, f"said {' | '.join(self.causes) or '-'}"))
 
 
-def diagnosis_of(step: Step | RightStep) -> Diagnosis:
+def diagnosis_of(step: Step) -> Diagnosis:
     """What `diagnose_step` says of a step whose settings are all given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the authors' own
-        return gpt2.diagnose_step(step.module(), step.make_step, our_model(), settings=step.settings.overrides())
+        return gpt2.diagnose_step(step.module(), step.make_step, our_model(), settings=step.given)
 
 
-def score_step(name: str, step: Step | RightStep, diagnosis: Diagnosis, seconds: float = 0.0) -> StepRow:
+def score_step(name: str, step: Step, diagnosis: Diagnosis, seconds: float = 0.0) -> StepRow:
     """Compare a diagnosis with the meanings of the faults of a step."""
-    meanings = step.meanings if isinstance(step, Step) else {}
     said = [cause.id for cause in diagnosis.causes]
-    known = {one for meaning in meanings.values() for one in (*meaning.ids, *meaning.implied)}
+    known = {one for meaning in step.meanings.values() for one in (*meaning.ids, *meaning.implied)}
     return StepRow(
         name,
-        bool(meanings),
+        bool(step.meanings),
         diagnosis.verdict,
         first=bool(said) and said[0] in known,
         causes=tuple(f"{cause.id} {cause.where}" for cause in diagnosis.causes),
-        missed=tuple(word for word, meaning in meanings.items() if not set(meaning.ids) & set(said)),
+        missed=tuple(word for word, meaning in step.meanings.items() if not set(meaning.ids) & set(said)),
         beside=tuple(one for one in dict.fromkeys(said) if one not in known),
         seconds=seconds,
     )
