@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import gpt2
 from gpt2.port.alternatives.entries import likeness
 from gpt2.port.diagnosis import diagnose
-from gpt2.port.recording.dispatch import DeterministicMode, run_deterministically
+from gpt2.port.recording.dispatch import run_deterministically
 from gpt2.port.terms.causes import CAUSES, Cause
 from gpt2.port.terms.places import EVERY, Place
 from gpt2.port.terms.ranking import ranked
@@ -123,7 +123,6 @@ class Around(nn.Module):
     [
         (lambda x: F.dropout(x, 0.1), "dropout-active"),
         (lambda x: x + torch.randn_like(x) * 1e-3, "not-deterministic"),
-        # Slow: test_diagnosis_ports.py has a port with this cause.
         pytest.param(lambda x: x - x.mean(0, keepdim=True), "batch-dependent", marks=pytest.mark.slow),
         (lambda x: F.pad(x, (0, 5)), "padded-vocab"),
     ],
@@ -237,9 +236,8 @@ def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:
     assert mode.casts == {"float32"}
     assert len(mode.dropouts) == 1
     assert torch.equal(mode.dropouts[0].value, x)
-    watching = DeterministicMode(keep_casts=True, keep_random=True)
-    with watching:
-        assert not torch.equal(F.dropout(x, 0.5, True), x)
+    dropped, watching = run_deterministically(lambda: F.dropout(x, 0.5, True), keep_random=True)
+    assert not torch.equal(dropped, x)
     assert len(watching.dropouts) == 1
 
 

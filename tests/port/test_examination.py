@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from port.test_diagnosis import port as nano
 from port.test_walk import CONFIG as SMALL
 from port.test_walk import IDS, checkpoint
 from support.faulty import CONFIG
@@ -28,7 +29,6 @@ from gpt2.port.terms import budget
 from gpt2.port.terms.causes import CAUSES
 
 P = 0.3
-UNSCALED = {"scale": lambda port, scores, n: scores}
 DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.rand": lambda x: x * (torch.rand(x.shape) > P) / (1 - P),
     "numpy, scaled first": lambda x: x * torch.from_numpy((np.random.rand(*x.shape) > P) / (1 - P)).to(x),
@@ -39,8 +39,7 @@ DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def port(model: gpt2.GPT2, layer: Callable[[nn.Module, Tensor], Tensor]) -> nn.Module:
     """nanoGPT's structure with the checkpoint in it, and its blocks' forward replaced."""
-    module = PORTS["nano"].build(CONFIG)
-    PORTS["nano"].fill(module, model.state_dict())
+    module = nano(model)
     for block in module.transformer["h"]:
         block.forward = MethodType(layer, block)
     return module.eval()
@@ -292,8 +291,7 @@ def test_a_module_that_gives_the_last_position_alone_is_told_so(model: gpt2.GPT2
 
 def test_what_is_said_of_a_fresh_parameter_is_said_of_it_alone(model: gpt2.GPT2) -> None:
     """Bug: "not the checkpoint's values in 16 places: they are all 1", where one was all 1, and the others were drawn."""
-    module = PORTS["nano"].build(CONFIG).float()
-    PORTS["nano"].fill(module, model.state_dict())
+    module = nano(model)
     block, draw = module.transformer["h"][0], torch.manual_seed(0)
     with torch.no_grad():
         block.ln_1.weight.fill_(1.0)

@@ -322,16 +322,11 @@ def test_a_mismatch_is_no_number_that_is_zero_for_a_reader() -> None:
     assert heads == ["MISMATCH  first at update", "MISMATCH  first at update (error 2.5e-01)"]
 
 
-@pytest.mark.parametrize(
-    ("rule", "known"),
-    [
-        (Rule(beta1=0.8, beta2=0.98, eps=1e-6), True),
-        (Rule(coupled=0.05), True),
-        (Rule(correction="late", beta2=0.95), True),
-        (Rule(beta1=0.88, beta2=0.93, eps=3e-7), False),
-        (Rule(coupled=0.03), False),
-    ],
-)
+USUAL = (Rule(beta1=0.8, beta2=0.98, eps=1e-6), Rule(coupled=0.05), Rule(correction="late", beta2=0.95))
+ODD = (Rule(beta1=0.88, beta2=0.93, eps=3e-7), Rule(coupled=0.03))
+
+
+@pytest.mark.parametrize(("rule", "known"), [*((rule, True) for rule in USUAL), *((rule, False) for rule in ODD)])
 def test_constants_that_nobody_writes_are_no_usual_ones(rule: Rule, known: bool) -> None:
     """The nearest usual constants would be reported as the author's: what none of the table gives is left open."""
     draw = np.random.default_rng(0)
