@@ -93,8 +93,7 @@ class Behaviour:
 
     def _logits_in(self, output: Any, ids: Tensor) -> Tensor:
         """Return the logits (B, T', V) in what the module returned for ``ids``, without the padding of the vocabulary."""
-        words = self.config.vocab_size
-        return logits_of(output, ids, words)[..., :words].double()
+        return logits_of(output, ids, self.config.vocab_size)[..., : self.config.vocab_size].double()
 
     def _differ(self, mine: Tensor, expected: Tensor) -> float:
         """Return the error if it is above the bound, else 0."""
@@ -215,8 +214,7 @@ class Behaviour:
     @staticmethod
     def _ways(ids: Tensor) -> dict[str, list[int]]:
         """Return the ways to read a text (B, T) in calls: the number of tokens of each."""
-        half = ids.size(1) // 2
-        rest = ids.size(1) - half
+        half, rest = ids.size(1) // 2, (ids.size(1) + 1) // 2
         return {"token by token": [half, *[1] * rest], "in one piece": [half, rest]}
 
     def _piecewise(self, ids: Tensor, whole: Tensor, **masks: Tensor) -> dict[str, float]:

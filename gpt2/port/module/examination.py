@@ -54,8 +54,7 @@ class Examination:
 
     def __init__(self, module: nn.Module, ours: GPT2, fill: bool = False, progress: Progress = silent) -> None:
         self.module, self.ours, self.config, self.fill, self.progress = module, ours, ours.config, fill, progress
-        self.budget = of_model(ours.config.num_parameters())
-        self.who = type(module).__name__
+        self.budget, self.who = of_model(ours.config.num_parameters()), type(module).__name__
         self.weight_causes: list[Cause] = []
         self.notes: list[str] = []
         self.runs = Runs(module, ours.config, self.notes)
@@ -180,8 +179,7 @@ class Examination:
                 tensors[name] = held
             elif places:
                 thirds = zip("qkv", held.chunk(3, -1), self.state[name].chunk(3, -1), strict=True)
-                shares = [place.share for place in places]
-                tensors[name] = torch.cat([mine if share in shares else ours for share, mine, ours in thirds], -1)
+                tensors[name] = torch.cat([x if any(one.share == share for one in places) else y for share, x, y in thirds], -1)
         return effect_of_weights(Model(self.state, self.config, self.ids), tensors)
 
     def _anatomy(self) -> Anatomy | None:

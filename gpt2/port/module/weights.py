@@ -88,8 +88,7 @@ class WeightComparison:
 
     def _combine_not_loaded(self) -> None:
         fresh = [cause for cause in self.causes if cause.id == "not-loaded"]
-        matrices = {name for name, tensor in self.state.items() if tensor.ndim > 1}
-        self.blank = {cause.place.name for cause in fresh} >= matrices
+        self.blank = {cause.place.name for cause in fresh} >= {name for name, tensor in self.state.items() if tensor.ndim > 1}
         if not self.blank and len({cause.place.pattern for cause in fresh}) <= MAX_KINDS:
             return
         self.causes = [cause for cause in self.causes if cause not in fresh]

@@ -62,10 +62,9 @@ class StepExamination:
         return self.findings.diagnosis(self.forward)
 
     def _mapping(self) -> WeightMap | None:
-        config = self.ours.config
         try:
             with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(self.module):
-                return WeightMap(Anatomy(record_probe(self.module, config, "your module")), config)
+                return WeightMap(Anatomy(record_probe(self.module, self.ours.config, "your module")), self.ours.config)
         except (NotGPT2, InputError):
             return None
 

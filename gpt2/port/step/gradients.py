@@ -148,9 +148,8 @@ def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None
             passes, held = call.backwards[done : update.backwards], update.held
             names = [n for n in held if update.moves(n) and all(n in one for one in passes)]  # what stays is not zeroed either
             if names:
-                columns = [
-                    torch.cat([one[n].values if n in one else 0 * held[n].values for n in names]) for one in (*passes, before)
-                ]
+                seen = (*passes, before)
+                columns = [torch.cat([one[n].values if n in one else 0 * held[n].values for n in names]) for one in seen]
                 basis, size = torch.stack(columns, -1), torch.cat([held[n].values for n in names])[:, None]
                 shares = torch.linalg.lstsq(basis, size, driver="gelsd").solution  # the default may pivot a column of zeros first
                 shares *= shares.abs() * basis.norm(dim=0)[:, None] >= 1e-9 * size.norm()

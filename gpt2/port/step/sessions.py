@@ -152,8 +152,7 @@ class StepSubject:
     def _call(self, step: Step, batch: StepBatch, sampler: Sampler, as_written: bool) -> Watched:
         device = next(iter(sampler.parameters.values())).device
         x, y = batch.ids.to(device), batch.targets.to(device)
-        keep_casts = as_written or self.keep_casts
-        watch = Watch(self.module, sampler, self.vocabulary, keep_casts=keep_casts, as_written=as_written)
+        watch = Watch(self.module, sampler, self.vocabulary, keep_casts=as_written or self.keep_casts, as_written=as_written)
         try:
             self.note_stage("step")
             with watch, torch.enable_grad():

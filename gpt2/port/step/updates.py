@@ -373,12 +373,10 @@ class StepMoves:
         """Add the causes in the decays of parameters: which of them decay, by how much, and how."""
         decaying = {role: [name for name in values if values[name] and self.roles[name] == role] for role in WORDS}
         if wanted is None:
-            roles: dict[str, list[str]] = {}
-            for role, names in decaying.items():
-                if names:
-                    roles.setdefault(f"{median(values[name] for name in names):.4g}", []).append(WORDS[role])
-            some = (f"of {value}, on {', '.join(on)}" for value, on in roles.items())
-            self._read_off(f"a weight decay {', and '.join(some)}" if roles else "no weight decay")
+            sizes = {WORDS[role]: f"{median(values[n] for n in names):.4g}" for role, names in decaying.items() if names}
+            on = {size: ", ".join(role for role, own in sizes.items() if own == size) for size in sizes.values()}
+            words = ", and ".join(f"of {size}, on {roles}" for size, roles in on.items())
+            self._read_off(f"a weight decay {words}" if on else "no weight decay")
             return
         large = [name for name in values if self.roles[name] in ("matrix", "embedding")]
         if small := [name for name in values if values[name] and name not in large]:

@@ -257,8 +257,7 @@ class Watch(DeterministicMode):
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
-        own = self.sampler.parameters
-        others = any(tensor is not own.get(name, tensor) for name, tensor in module.named_parameters())
+        others = any(tensor is not self.sampler.parameters.get(name, tensor) for name, tensor in module.named_parameters())
         if others or any(map(is_functorch_wrapped_tensor, tensors((args, kwargs, output)))):
             raise InputError(
                 "its step calls the module within torch.func, where it cannot be watched; for the diagnosis call the module "
