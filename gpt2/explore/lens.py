@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import ComparedModel, environment_of, text_tokenizers
+from gpt2.comparison.sides.side import environment_of, text_tokenizers
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -37,8 +37,6 @@ class Explorer:
     """One or two loaded models for any number of prompts; made by :func:`explorer`."""
 
     sides: tuple[CheckpointSide, ...]
-    models: tuple[nn.Module, ...]
-    described: tuple[ComparedModel, ...]
     tokenizers: tuple[Tokenizer, ...]
     environment: Environment
 
@@ -47,8 +45,7 @@ class Explorer:
         if len(prompt) > MAX_CHARACTERS:
             raise InputError(f"the prompt has {len(prompt):,} characters; there is room for {MAX_CHARACTERS:,}: shorten it")
         ids = [self._ids(prompt, side, tokenizer) for side, tokenizer in zip(self.sides, self.tokenizers, strict=True)]
-        seen = [_look(*each) for each in zip(self.models, self.described, self.tokenizers, ids, strict=True)]
-        lenses, logits = zip(*seen, strict=True)
+        lenses, logits = zip(*map(_look, self.sides, self.tokenizers, ids), strict=True)
         one_language = len({tokenizer.fingerprint for tokenizer in self.tokenizers}) == 1
         js = tuple(_js(*logits)) if len(lenses) == 2 and one_language else None
         return Exploration(prompt, lenses, js, self.environment)
@@ -69,11 +66,11 @@ class Explorer:
 def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterator[Explorer]:
     """Load one or two models, named as for :func:`gpt2.comparison.run.compare`, for the time of the ``with`` block."""
     sides = tuple(CheckpointSide.open(name, offline=offline, device=device) for name in names or (DEFAULT,))
-    tokenizers = text_tokenizers(sides)
-    env = environment_of(sides)
+    opened = Explorer(sides, text_tokenizers(sides), environment_of(sides))
     with ExitStack() as stack:
-        models = tuple(stack.enter_context(side).program for side in sides)
-        yield Explorer(sides, models, tuple(side.describe() for side in sides), tokenizers, env)
+        for side in sides:
+            stack.enter_context(side)
+        yield opened
 
 
 @torch.inference_mode()
@@ -83,17 +80,17 @@ def read_out(model: nn.Module, stream: Tensor) -> Tensor:
     return head_of(model, root.ln_f(stream.to(root.wte.weight.device))).cpu()
 
 
-def _look(model: nn.Module, described: ComparedModel, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
+def _look(side: CheckpointSide, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
     """Return the lens, and the logits (T, V) of the last point."""
-    points = ("embed", *(point_at(layer, "") for layer in range(len(root_of(model).h))))
+    points = ("embed", *(point_at(layer, "") for layer in range(len(root_of(side.program).h))))
     readings, attention = [], []
-    for point, block in zip(points, islice(trace_blocks(model, torch.tensor([ids])), len(points)), strict=True):
+    for point, block in zip(points, islice(trace_blocks(side.program, torch.tensor([ids])), len(points)), strict=True):
         # A padded vocabulary is cut to the tokenizer's size.
-        logits = read_out(model, block[point])[0, :, : tokenizer.n_vocab]
+        logits = read_out(side.program, block[point])[0, :, : tokenizer.n_vocab]
         readings.append(_read(logits, ids, tokenizer))
         attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
     tokens = tuple(tokenizer.shown(index) for index in ids)
-    return Lens(described, tokens, points, tuple(readings), torch.stack(attention)), logits
+    return Lens(side.describe(), tokens, points, tuple(readings), torch.stack(attention)), logits
 
 
 def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading, ...]:

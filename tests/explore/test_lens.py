@@ -152,7 +152,7 @@ def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Exploration) 
 def test_numbers_that_are_none_leave_the_page_standing(chars: Path) -> None:
     """The page must open for a diverged model, too."""
     with explorer(str(chars)) as opened:
-        opened.models[0].wte.weight.data[:] = math.nan
+        opened.sides[0].program.wte.weight.data[:] = math.nan
         found = opened.look("O")
     json.loads(found.to_json(), parse_constant=pytest.fail)
     assert "–" in found.html()
