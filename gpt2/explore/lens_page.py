@@ -143,9 +143,9 @@ def _heading(names: Sequence[str]) -> Line:
 
 def error_page(names: tuple[str, ...], prompt: str, error: InputError) -> str:
     """Return the page with the prompt's field and the error message."""
-    heading, known = _heading([visible(name) for name in names]), {"error": str(error), "characters": MAX_CHARACTERS}
-    shown = {"command": Exploration.command, "served": True, "prompt": prompt[:MAX_CHARACTERS], **known}
-    return render("lens", {}, heading=heading, pieces=pieces, plain=plain, **shown)
+    shown = {"command": Exploration.command, "heading": _heading([*map(visible, names)]), "pieces": pieces, "plain": plain}
+    known: Any = {"sides": (), "kind": ("one", "two")[len(names) - 1], "error": str(error), "characters": MAX_CHARACTERS}
+    return render("lens", {}, body="lens", served=True, prompt=prompt[:MAX_CHARACTERS], **shown, **known)
 
 
 def _strip(lens: Lens, js: tuple[float, ...] | None) -> list[dict[str, Any]]:

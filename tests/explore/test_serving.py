@@ -79,6 +79,7 @@ def test_bad_prompts_are_one_line_above_the_field(served: Page) -> None:
     alert = re.search(r'role="alert">(.*?)</p>', text)[1]
     assert alert == "the prompt makes 302 tokens of shakespeare-mini; there is room for 128: shorten it"
     assert "light light" in text.split("<textarea", 1)[1]
+    assert ".error {" in text  # its own style, which a page without a prompt's lens had lost
     status, text, _ = get(served, "?prompt=" + quote("</textarea><script>alert(1)</script>"))
     assert (status, text.count("<script>")) == (200, 1)
 
