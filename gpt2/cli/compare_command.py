@@ -108,11 +108,11 @@ def _measured(args: CompareSettings) -> Any:
         require_unused(args, "--save and one model", ("fail_if", "html", "json", "blame", "cases", "threshold"))
         save_reference(args.a, str(args.save), args)
         return None
-    named = dict(each.split("=", 1) for each in args.set if "=" in each)
-    if args.set and (args.cases is None or named.keys() != {"data.prompt", "data.field"}):
-        need = "give data.prompt=NAME and data.field=NAME, the fields of --cases, both or none"
-        raise InputError(f"--set {args.set[0]}: {need}")
     if args.set:
+        named = dict(each.split("=", 1) for each in args.set if "=" in each)
+        if args.cases is None or named.keys() != {"data.prompt", "data.field"}:
+            need = "give data.prompt=NAME and data.field=NAME, the fields of --cases, both or none"
+            raise InputError(f"--set {args.set[0]}: {need}")
         args = replace(args, cases=CaseTable(str(args.cases), (named["data.prompt"], named["data.field"])))
     if args.cases is not None:
         read_cases(args.cases)  # before anything is downloaded

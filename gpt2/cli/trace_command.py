@@ -66,6 +66,5 @@ def run(args: TraceSettings) -> int:
         traced = trace(args.model, **options, progress=status)
         status("writing")
         traced.save(args.out)
-    code = finish(args, traced)
     wrote(args.out)
-    return code
+    return finish(args, traced)

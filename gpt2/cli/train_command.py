@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt2.cli.common import finish, note
 from gpt2.errors import InputError, printable
-from gpt2.options import Command, argument, option, pick
+from gpt2.options import Command, argument, option, pick, require_unused
 
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
@@ -57,8 +57,7 @@ def run(args: TrainSettings) -> int:
             rows.append((name, (each.description, promise(each), needs)))
         return finish(args, body, _wrapped(rows))
     if args.recipe == "plot":
-        if args.json:
-            raise InputError("--json has no effect with plot: the numbers are in RUN/metrics.jsonl; leave it out")
+        require_unused(args, "plot: the numbers are in RUN/metrics.jsonl", ("json",))
         from gpt2.train.plot import plot
 
         print(printable(str(plot(args.runs, args.out or "loss.png")), one_line=True), file=sys.stderr)
