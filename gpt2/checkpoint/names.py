@@ -88,7 +88,8 @@ class ModelName:
         try:
             text = os.fspath(text)
         except TypeError:
-            raise InputError(f"a model's name is a text or a path, and this is {type(text).__name__}") from None
+            how = "; give gpt2.checkpoint_of(module).load()" if hasattr(text, "forward") else ""
+            raise InputError(f"a model's name is a text or a path, and this is {type(text).__name__}{how}") from None
         base, activation = _split_activation(text, activation)
         base, suffix = _split_dtype(base, use)
         base, activation = _split_activation(base, activation)

@@ -71,8 +71,9 @@ def compare_named(given: Sequence[Given], settings: Settings) -> Comparison | Co
     if settings.on is not None and not isinstance(settings.on, str):
         raise InputError(f"on={type(settings.on).__name__}: give the name of a text, or of a file with it; {TEXTS}")
     models = [saved for each in known for saved in ([Saved(each)] if isinstance(each, GPT2) else with_checkpoints(each))]
-    if len(models) > 2 and changed(settings, "threshold", "blame", "save", "cases"):
-        raise InputError("threshold, blame, save and cases are for two models; leave them or the other models out")
+    for each in changed(settings, "threshold", "blame", "save", "cases") if len(models) > 2 else ():
+        run = "; a run's folder is all its checkpoints, RUN/best the best one" if len(models) > len(known) else ""
+        raise InputError(f"{each.name} is for two models, and these are {len(models)}; leave it or the other models out{run}")
     return compare_sides(models, settings)
 
 
