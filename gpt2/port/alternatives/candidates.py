@@ -108,7 +108,8 @@ class Candidate:
 
     def with_(self, other: Candidate) -> Candidate:
         """Return both candidates' faults together."""
-        return Candidate((*self.sites, *other.sites), self.order or other.order, (*self.head, *other.head))
+        sites = tuple(dict.fromkeys((*self.sites, *other.sites)))
+        return Candidate(sites, self.order or other.order, (*self.head, *other.head))
 
     def faults(self, layers: int) -> list[Cause]:
         faults = [fault for one, layer in self.sites for fault in one.faults(layer)]

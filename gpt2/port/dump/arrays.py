@@ -31,15 +31,15 @@ class Output:
     ids: Tensor
 
 
-def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output | None:
-    """Return the dump's logits; ``expected`` (B, T, V) are the right ones. Raises InputError for NaN in them."""
+def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output:
+    """Return the dump's logits; ``expected`` (B, T, V) are the right ones. Raises InputError if it has none, or NaN."""
     candidates = [
         Output(name, laid, dump.ids if rows is None else dump.ids[rows])
         for name, array in dump.arrays.items()
         for laid, rows in _as_logits(array, dump.ids, expected, config)
     ]
     if not candidates:
-        return None
+        raise _without_logits(dump, config)
 
     def rank(one: Output) -> tuple[bool, bool, float]:
         probabilities = bool((one.logits >= 0).all()) or bool((one.logits <= 0).all())
@@ -53,6 +53,19 @@ def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output | No
             "zero, or a softmax over nothing but -inf"
         )
     return output
+
+
+def _without_logits(dump: Dump, config: GPT2Config) -> InputError:
+    """Return the error of a dump without logits, which says what an array of this name has instead."""
+    shape, arrays, width = (*dump.ids.shape, config.vocab_size), dump.arrays, config.n_embd
+    name, todo = next((name for name in arrays if "logits" in name.lower()), None), "; save them as well"
+    if any(array.shape[-1:] == (width,) for array in (arrays.values() if name is None else [arrays[name]])):
+        what = "arrays" if name is None else shown(name)
+        todo = f"; {what} of {width:,} columns are hidden states: save x @ wte.T, the head's"
+    elif name is not None:
+        todo = f": the array {shown(name)} has {tuple(arrays[name].shape)}; "
+        todo += "save the logits of these ids, or give the checkpoint that the program has loaded (--model)"
+    return InputError(f"{dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
 
 
 def _distance(one: Output, ids: Tensor, expected: Tensor) -> float:

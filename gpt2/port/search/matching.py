@@ -79,24 +79,24 @@ class Faults:
         one = one if how is None else scheduled(one, how)
         return Candidate(tuple((one, n) for n in self.part.blocks) if one.edits else ((one, None),))
 
-    def singles(self) -> Iterator[Candidate]:
+    def singles(self, some: Iterable[Alternative] | None = None) -> Iterator[Candidate]:
         """Yield every fault alone, in the blocks of the part and in what surrounds them there; of a large model, rare faults
-        in all blocks alone."""
+        in all blocks alone. ``some``: of these faults."""
         part, layers, several = self.part, self.model.config.n_layer, len(self.part.blocks) > 1
-        for one in self.plain:
-            begins, around = "embed" in one.outside, bool(one.outside)
-            inside, outside = self.everywhere(one), self.is_first if begins else part.is_last
-            if around and outside and not (one.edits and begins):
-                yield Candidate(((one, None),))
-            if one.edits and several:
-                yield inside
-            if one.edits and several and around and (self.is_first or not begins) and part.is_last:
-                yield replace(inside, sites=(*inside.sites, (one, None)))
-            if one.edits and part.is_last and self.is_first and self.small:
-                some = (group for group in scopes(layers) if one.shared or (len(group) > 1 and not one.rare))
-                yield from (Candidate(tuple((one, n) for n in group)) for group in some)
-            if one.edits and (not several or ((self.small or not one.rare) and not one.shared)):
-                yield from (Candidate(((one, n),)) for n in part.blocks)
+        for one in self.plain if some is None else some:
+            begins = "embed" in one.outside
+            around = ((one, None),) if one.outside and (self.is_first or not begins) and (part.is_last or begins) else ()
+            if around and not (one.edits and begins):
+                yield Candidate(around)
+            groups = [tuple(part.blocks)] * several
+            if part.is_last and self.is_first and self.small:
+                groups += [group for group in scopes(layers) if one.shared or (len(group) > 1 and not one.rare)]
+            if not several or ((self.small or not one.rare) and not one.shared):
+                groups += [(n,) for n in part.blocks]
+            inside = [tuple((one, n) for n in group) for group in groups if one.edits]
+            yield from map(Candidate, inside)
+            if inside and several and around and part.is_last:
+                yield Candidate((*inside[0], *around))
         if part.all_blocks:
             yield from (Candidate(order=order) for order in orders(layers))
 
@@ -119,10 +119,13 @@ class Faults:
 
 
 class PartSearch:
-    """Looks for the one fault that explains a part; ``untried``: the kinds of faults of which not all were tried."""
+    """Looks for the one fault that explains a part, of those before it (``earlier``) or of all.
 
-    def __init__(self, part: Part, progress: Progress = silent) -> None:
-        self.part, self.budget, self.progress = part, part.model.budget, progress
+    ``untried``: the kinds of faults of which not all were tried.
+    """
+
+    def __init__(self, part: Part, progress: Progress = silent, earlier: Iterable[Alternative] = ()) -> None:
+        self.part, self.budget, self.progress, self.earlier = part, part.model.budget, progress, dict.fromkeys(earlier)
         self.faults, self.small, self.wrong = Faults(part), part.model.small, part.wrong_tokens
         self.untried: tuple[str, ...] = ()
         self.whole = Batch(part)
@@ -153,6 +156,8 @@ class PartSearch:
 
     def _ways(self) -> Iterator[tuple[str, Callable[[], Iterable[Candidate]]]]:
         """Yield the faults that are tried one after the other, common ones first."""
+        if self.earlier:
+            yield SINGLE, partial(self.faults.singles, self.earlier)
         if self.small:
             yield SINGLE, self.faults.singles
         else:
