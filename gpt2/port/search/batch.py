@@ -7,7 +7,7 @@ later ones, a program costs little.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -151,16 +151,14 @@ class Batch:
         site, usual = self.model.site(layer or 0), RIGHT[name] if name != "embed" else lambda c, s: s["x"]
         given = ((n, one.outside if layer is None else one.blocks.get(layer, {})) for n, one in enumerate(programs))
         own = {n: edits[name] for n, edits in given if name in edits and n not in odd}
-        first = cast(State, _Rows(state, slice(self.rows)))
-        made = usual(site, state if len(own) < len(programs) else first)  # where all replace it, for its shape alone
+        made = usual(site, state)
         charge(site, name, made)
         parts = made.unflatten(0, (-1, self.rows))
-        parts = (
-            (parts.clone() if len(own) < len(programs) else parts.new_zeros(len(programs), *parts.shape[1:])) if own else parts
-        )
+        parts = parts.clone() if own else parts
+        rows = {node: x.unflatten(0, (-1, self.rows)).unbind() for node, x in state.items()} if own else {}
         for n, formula in own.items():
             try:
-                value = formula(site, cast(State, _Rows(state, slice(n * self.rows, (n + 1) * self.rows))))
+                value = formula(site, {node: of[n] for node, of in rows.items()})
             except (IndexError, RuntimeError):
                 value = made.new_empty(0)
             charge(site, name, value, is_own=True)
@@ -169,19 +167,3 @@ class Batch:
             else:
                 odd.add(n)
         return parts.flatten(0, 1)
-
-
-class _Rows(Mapping[str, Tensor]):
-    """The values of one program of a batch; each is taken when a formula reads it."""
-
-    def __init__(self, whole: State, rows: slice) -> None:
-        self.whole, self.rows = whole, rows
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.whole[name][self.rows]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.whole)
-
-    def __len__(self) -> int:
-        return len(self.whole)
