@@ -24,14 +24,14 @@ from gpt2.port.terms.places import OUTSIDE
 from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import SLACK, Tolerance
 
-Moves = Mapping[str, Tensor]  # by node: the difference from the right value, over the root mean square of that
+Moves = Mapping[str, Tensor]  # by node: the difference from the right value
 
 
 @dataclass(frozen=True)
 class Departure:
     """Where a fault moves a program: the error of what is ``shown`` there, and what GPT-2's formula ``missed``.
 
-    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the right nodes, of a fault that has no formula.
+    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the nodes, of a fault that has no formula.
     """
 
     shown: float
@@ -68,24 +68,24 @@ class Blamed:
     ) -> None:
         """Note an alternative, from its value and GPT-2's own at each node; ``node``: the first of these."""
         self.sites.append((one, layer))
-        missed = max((_missed(*both) for both in values.values()), default=math.inf)
         shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
         part = next(iter(one.parts(None)), node)
         point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, traced(node))
-        self.note([(one, layer)], point, missed, shown)
+        self._note([(one, layer)], point, values, shown)
 
     def fitted(self, faults: Sequence[Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
         """Note faults that have no formula, from the value and the right value of each node that they change."""
         self.faults += faults
-        same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
-        missed = max((_missed(*both) for both in values.values()), default=math.inf)
-        self.note(faults, point, missed, moves={node: moved_by(*both) for node, both in same.items()})
+        self._note(faults, point, values)
 
-    def note(
-        self, blamed: Sequence[Placed | Cause], point: str, missed: float, shown: float = 0.0, moves: Moves | None = None
+    def _note(
+        self, blamed: Sequence[Placed | Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]], shown: float = 0.0
     ) -> None:
+        same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
+        missed = max(map(worst_relative_error, *zip(*same.values(), strict=True))) if len(same) == len(values) > 0 else math.inf
         explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
-        departure = Departure(shown, missed, 0 < missed <= explained, moves or {})
+        moves = {node: value - right for node, (value, right) in same.items()}
+        departure = Departure(shown, missed, 0 < missed <= explained, moves)
         self.departures |= dict.fromkeys(blamed, departure)
         if self.first is None and not departure.rounded:
             self.first = Divergence(point, missed)
@@ -123,9 +123,9 @@ class Blamed:
         if self.right is None:
             return None
         for one in own:
-            moves = self.departures[one].moves if one in self.departures else {}
+            moves = self.departures[one].moves if isinstance(one, Cause) and one in self.departures else {}
             if "logits" in moves:
-                return float(moves["logits"].abs().max() * self.exact["logits"].square().mean().sqrt())
+                return float(moves["logits"].abs().max())
             sites = [*sites, *moving(one.place.layer, moves)] if isinstance(one, Cause) else sites
         return effect(self.right, sites, self.ran if is_order and not own else ())
 
@@ -137,11 +137,6 @@ class Blamed:
             yield max((one, *alike), key=lambda other: blocks[other]) if one in alike else one, layer
 
 
-def _missed(value: Tensor, right: Tensor) -> float:
-    """Return the error of GPT-2's value at a node of a program; infinity if their shapes differ."""
-    return worst_relative_error(value, right) if value.shape == right.shape else math.inf
-
-
 def traced(node: str) -> str:
     """Return the traced point of a block that shows a node first."""
     heads = {"attn.qh": "attn.q", "attn.kh": "attn.k", "attn.vh": "attn.v", "attn.mixed": "attn.heads"}
@@ -151,16 +146,15 @@ def traced(node: str) -> str:
 # What a mistake alone does
 
 
-def moved_by(value: Tensor, right: Tensor) -> Tensor:
-    """Return the difference of a node's value from the right one, over the root mean square of the right one."""
-    return (value - right) / _size(right)
-
-
 def moving(layer: int | None, moves: Moves) -> tuple[Placed, ...]:
-    """Return sites that add such differences to the right values of nodes of a block, or outside the blocks."""
+    """Return sites that add such differences to the values of nodes of a block, or outside the blocks."""
     edits = {node: Changed(node, partial(_added, by)) for node, by in moves.items()}
     one = Alternative("", "", edits)
     return (*[(one, layer)] * bool(one.edits), *[(one, None)] * bool(one.outside))
+
+
+def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
+    return y + by
 
 
 def effect(model: Model, sites: Iterable[Placed], order: Sequence[int] = ()) -> float | None:
@@ -185,11 +179,3 @@ def _moved(model: Model, other: Model, program: Program) -> float | None:
     except RuntimeError:  # what is wrong does not fit together
         return None
     return moved if math.isfinite(moved) else None
-
-
-def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
-    return y + by * _size(y)
-
-
-def _size(y: Tensor) -> Tensor:
-    return y.square().mean().sqrt().clamp(min=1e-300)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import HIDDEN, LAST, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
+from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
@@ -56,17 +56,18 @@ class Trial:
 class Blocks:
     """The blocks of a program with the weights in ``model``, of which an ``observation`` holds values.
 
-    ``known``: the alternatives of each faulty block so far, the last first.
+    ``states``: the nodes of the blocks so far. ``known``: the alternatives of each faulty one, the last first.
     """
 
     def __init__(self, observation: Observation, model: Model) -> None:
         self.observation, self.model, self.layers = observation, model, model.config.n_layer
+        self.states: list[State] = []
         self.known: list[tuple[Alternative, ...]] = []
 
-    def block(self, layer: int, x: Tensor, until: int = LAST) -> Trial:
+    def block(self, layer: int, x: Tensor) -> Trial:
         """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
         site, state, seen = self.model.site(layer, {"x": x}), {"x": x}, dict[str, Seen]()
-        for node in NODES[: until + 1]:
+        for node in NODES:
             state[node] = computed(site, state, node, {})
             self._look(node, state, seen)
         return Trial(layer, state, seen)
@@ -101,33 +102,23 @@ class Blocks:
         return "" in trial.seen or self.shown_behind(trial.layer, trial.state[""], trial.alternatives)
 
     def shown_behind(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
-        """Return whether what follows block ``layer`` shows its result ``x``, perhaps with faults of this block (``own``)."""
-        following = layer + 1
-        if following < self.layers:
-            return self.shown_in(following, x, own)
-        return self.gives(x, own)
+        """Return whether what follows block ``layer`` shows its result ``x``: the next block's first nodes, or the logits.
 
-    def shown_in(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
-        """Return whether the first nodes of a block are found as they follow from the stream ``x``."""
-        return any(self.shown_with(layer, x, edits) for edits in self.as_elsewhere(layer, own))
-
-    def as_elsewhere(self, layer: int | None, own: Sequence[Alternative]) -> Iterator[Edits]:
-        """Yield no edits, and those of this block's faults and of earlier blocks' in a block, or outside the blocks."""
-        yield {}
-        wanted = FIRST if layer is not None else ("ln_f",)
-        for some in dict.fromkeys((tuple(own), *self.known)):
-            every = (one.at(layer) for one in some)
+        Perhaps with the faults of this block (``own``), or of an earlier one. -1 for the embeddings.
+        """
+        following = layer + 1 if layer + 1 < self.layers else None
+        wanted = FIRST if following is not None else ("ln_f",)
+        for some in dict.fromkeys(((), tuple(own), *self.known)):
+            every = (one.at(following) for one in some)
             edits = {node: formula for one in every for node, formula in one.items() if node in wanted}
-            if edits:
-                yield edits
-
-    def shown_with(self, layer: int, x: Tensor, edits: Edits) -> bool:
-        site, state = self.model.site(layer, {"x": x}), {"x": x}
-        for node in FIRST:
-            state[node] = computed(site, state, node, edits)
-            if torch.equal(state[node], x):
-                continue  # it is found in any case
-            if self.observation.find(node, state[node], fault=node in edits) is not None:
+            site, state = self.model.site(following or 0, {"x": x}), {"x": x}
+            for node in wanted if edits or not some else ():
+                state[node] = computed(site, state, node, edits)
+                if torch.equal(state[node], x):
+                    continue  # it is found in any case
+                if self.observation.find(node, state[node], fault=node in edits) is not None:
+                    return True
+            if "ln_f" in state and self.observation.are_logits(state["ln_f"], self.model.table):
                 return True
         return False
 
@@ -174,17 +165,3 @@ class Blocks:
             return None
         trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, base.faults, again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
-
-    def is_refuted(self, base: Trial, one: Alternative) -> bool:
-        """Return whether what follows from each node that an alternative changes is found as it is."""
-        return all(not BEHIND[node].isdisjoint(base.seen) for node in one.edits)
-
-    def gives(self, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
-        """Return whether the logits follow from the last stream."""
-        site, state = self.model.site(0, {"x": x}), {"x": x}
-        for edits in self.as_elsewhere(None, own):
-            normed = edits["ln_f"](site, state) if edits else self.model.norm("ln_f", x)
-            shown = self.observation.find("ln_f", normed, bool(edits)) is not None
-            if shown or self.observation.are_logits(normed, self.model.table):
-                return True
-        return False

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
-from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.affine import Library, Linear, Norm
 from gpt2.port.fits.observed import Fit, Observed
-from gpt2.port.graph import Entrance, Model
+from gpt2.port.graph import Entrance
+from gpt2.port.search.blamed import Blamed
+from gpt2.port.search.blocks import Blocks
 from gpt2.port.search.matching import PartSearch
-from gpt2.port.search.observe import Observation
 from gpt2.port.search.part import Part
 from gpt2.port.terms.tolerance import UNITS, stored
 
@@ -19,49 +21,57 @@ from gpt2.port.terms.tolerance import UNITS, stored
 class LastPart:
     """The last norm and the head: a part behind the last block, of which the logits are shown."""
 
-    def __init__(self, observation: Observation, model: Model, library: Library) -> None:
-        self.observation, self.model, self.library = observation, model, library
-        self.pool, self.table = observation.pool, model.table
+    def __init__(self, blocks: Blocks, blamed: Blamed, library: Library) -> None:
+        self.blocks, self.blamed, self.library = blocks, blamed, library
+        self.observation, self.model, self.pool = blocks.observation, blocks.model, blocks.observation.pool
+        self.table, self.normed = self.model.table, dict[str, Tensor]()  # the last normed stream, if it is found
         self.logits = self.pool.logits[..., : len(self.table)]
 
-    def part(self, x: Tensor) -> Part:
-        """Return the part from the last stream ``x`` (B, T, D) on."""
-        allowed = {"logits": self.pool.tolerance_at("logits") + stored(self.logits, self.pool.logits_dtype)}
-        return Part(self.model, "logits", Entrance(self.model.config.n_layer, {"x": x}), {"logits": self.logits}, allowed)
-
-    def known(self, part: Part) -> list[Candidate]:
-        """Return the known norms, heads and last steps that give the logits, the simplest first."""
-        fits = PartSearch(part).fits() if bool(self.logits.isfinite().all()) else []
-        self.observation.check()
-        return [fit.candidate for fit in fits if all(one.id != "untied-head" for one in fit.candidate.head)]
-
-    def fit(self, x: Tensor) -> Fit | None:
-        """Return fitted numbers of the last norm or the head with which the logits follow from the last stream."""
+    def explained(self, x: Tensor, known: bool = True, fitted: bool = True) -> bool:
+        """Return whether the logits follow from the last stream, by a ``known`` other norm or head, or by a ``fitted`` one."""
         right = self.model.norm("ln_f", x)
         seen = self.observation.find("ln_f", right)
-        return (self._normed(x, right) if seen is None else None) or self._headed(right if seen is None else seen.own)
+        normed = right if seen is None else seen.own
+        self.normed |= {} if seen is None else {"ln_f": normed}
+        if any(self.observation.are_logits(one, self.table) for one in (normed, right)):
+            return True
+        if not known or not bool(self.logits.isfinite().all()):
+            return False
+        count = self.logits.shape[1]
+        expected = {"ln_f": right, "logits": (normed @ self.table.T)[:, -count:]}
+        allowed = {"logits": self.pool.tolerance_at("logits") + stored(self.logits, self.pool.logits_dtype)}
+        part = Part(self.model, "logits", Entrance(self.model.config.n_layer, {"x": x}), {"logits": self.logits}, allowed)
+        every = [fit.candidate for fit in PartSearch(part).fits()]
+        self.observation.check()
+        fits = [one for one in every if (fitted or not one.head) and all(fault.id != "untied-head" for fault in one.head)]
+        if fits:
+            earlier = {one for some in self.blocks.known for one in some}
+            best = min(fits, key=lambda fit: not any(one in earlier for one, _ in fit.sites))
+            values = part.values(best)
+            for one, _ in best.sites:
+                stage = "ln_f" if "ln_f" in one.outside else "logits"
+                self.blamed.alternative(one, None, stage, {stage: (values[stage], expected[stage])})
+            if best.head:
+                self.blamed.fitted(best.head, "logits", {"logits": (values["logits"], expected["logits"])})
+            return True
+        stage, fit = next(self._fitted(x, right, normed, seen is None), ("", None)) if fitted else ("", None)
+        if fit is not None:
+            self.blamed.fitted(fit.faults, stage, {"logits": (self.logits, expected["logits"])})
+        return fit is not None
 
-    def _normed(self, x: Tensor, right: Tensor) -> Fit | None:
-        """Return a fit of the last norm to its recorded result."""
-        vectors = self.library.vectors
-        norm = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], self.model.config.layer_norm_epsilon, vectors)
-        for seen in self.observation.unexplained("ln_f", right, ()):
+    def _fitted(self, x: Tensor, right: Tensor, normed: Tensor, other_norm: bool) -> Iterator[tuple[str, Fit]]:
+        """Yield fits of the last norm to its recorded result, where that is not GPT-2's, and of the head to the logits."""
+        vectors, config = self.library.vectors, self.model.config
+        norm = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], config.layer_norm_epsilon, vectors)
+        for seen in self.observation.unexplained("ln_f", right, ()) if other_norm else ():
             self.observation.check()
             fit = next(filter(None, norm.fits(seen, x, seen.wrong_rows())), None)
             if fit is not None and self.observation.are_logits(fit.value, self.table):
-                return fit
-        return None
-
-    def _headed(self, x: Tensor) -> Fit | None:
-        """Return a fit of the head to the logits."""
-        if self.logits.shape[:2] != x.shape[:2] or not bool(self.logits.isfinite().all()):
-            return None
-        unit, smallest = UNITS[self.pool.logits_dtype]
-        slack = unit * self.logits.abs() + smallest
-        seen = Observed(self.logits, slack, self.pool.tolerance_at("logits"), x @ self.table.T, -1)
-        rows = seen.wrong_rows()
-        if not bool(rows.any()):
-            return None
-        name, none = head_name(self.model.state), torch.zeros(len(self.table), dtype=x.dtype)
-        head = Linear(self.library, name, "logits", self.table.T, none, self.model.config)
-        return next(filter(None, head.fits(seen, x, rows)), None)
+                yield "ln_f", fit
+        if self.logits.shape[:2] == normed.shape[:2]:
+            unit, smallest = UNITS[self.pool.logits_dtype]
+            slack, bound = unit * self.logits.abs() + smallest, self.pool.tolerance_at("logits")
+            seen, none = Observed(self.logits, slack, bound, normed @ self.table.T, -1), torch.zeros(len(self.table)).double()
+            head = Linear(self.library, head_name(self.model.state), "logits", self.table.T, none, config)
+            rows = seen.wrong_rows()
+            yield from (("logits", fit) for fit in (head.fits(seen, normed, rows) if bool(rows.any()) else ()) if fit is not None)

@@ -4,60 +4,41 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from gpt2.port import graph
 from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import ATTENTION, HIDDEN, ORDER, State
+from gpt2.port.graph import ATTENTION, HIDDEN, ORDER
 from gpt2.port.search.batch import Batch
+from gpt2.port.search.blamed import Blamed
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.search.matching import PartSearch
+from gpt2.port.search.matching import PartSearch, known
 from gpt2.port.terms.causes import Cause
 
 MOST_FAULTS = 6  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
 RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
 TARGETS = 3  # nodes that are not found, the first ones
-STAGES = ("known faults", "faults of a text in several calls", "fitted numbers")  # in this order
 
 
 class Explainer:
-    """Explains blocks by ``every`` alternative.
+    """Explains blocks by every alternative; ``blamed``: what explains those so far."""
 
-    ``states``: the nodes of the blocks so far. ``faults``: those that were fitted so far. ``of_module``: of a module, whose own
-    weights these are, and which is given the whole text at once.
-    """
-
-    def __init__(
-        self,
-        blocks: Blocks,
-        every: Sequence[Alternative],
-        states: Sequence[State],
-        faults: Sequence[Cause],
-        of_module: bool,
-    ) -> None:
-        self.blocks, self.faults, self.of_module = blocks, faults, of_module
+    def __init__(self, blocks: Blocks, blamed: Blamed) -> None:
+        self.blocks, self.faults, self.of_module = blocks, blamed.faults, blamed.right is not None
         self.observation, self.model = blocks.observation, blocks.model
-        self.widens = of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
-        self.inner = [one for one in every if one.edits and not one.steps]
-        self.fits = Fits(self.model, states, self.observation.check)
-        self.stage = STAGES[0]
+        self.widens = self.of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
+        self.inner = [one for one in known(self.model) if one.edits and not one.steps]
+        self.fits = Fits(self.model, blocks.states, self.observation.check)
         self.reached: Trial | None = None  # as far as alternatives explain the last block
         self.resumed = False  # behind a block that nothing explains
-
-    @property
-    def untried(self) -> list[str]:
-        """What would come, in the block that is being explained."""
-        left = STAGES[STAGES.index(self.stage) :]
-        return [one for one in left if not (self.of_module and one == STAGES[1])]
 
     def explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do. ``reached``: how far they do."""
@@ -66,12 +47,7 @@ class Explainer:
         for trial in knowns:
             if self.blocks.goes_on(trial):
                 return trial
-        if any(fault.place.layer is not None for fault in self.faults):
-            again = self._fitted(base)
-            if again is not None and self.blocks.goes_on(again):
-                return again
         for _ in range(MOST_FAULTS):
-            self.stage = STAGES[0]
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
                 whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
@@ -80,7 +56,6 @@ class Explainer:
             if whole is None and (both := self._both_hidden(base)) is not None:
                 whole, part = (both, None) if self.blocks.goes_on(both) else (None, part or both)
             if whole is None and not self.of_module:
-                self.stage = STAGES[1]
                 whole = self._in_calls(base)
             if whole is not None:
                 return whole
@@ -92,9 +67,9 @@ class Explainer:
 
     def _with_known(self, base: Trial) -> Iterator[Trial]:
         """Yield a block with the faults of each earlier block, which may hide one another."""
-        for known in self.blocks.known:
+        for earlier in self.blocks.known:
             trial: Trial | None = base
-            for one in known:
+            for one in earlier:
                 trial = None if trial is None else self.blocks.tried(trial, one, shown=False)
             if trial is not None:
                 yield trial
@@ -106,13 +81,20 @@ class Explainer:
         common = [one for one in self.inner if not one.rare and set(one.edits) <= set(ATTENTION)]
         factors, others = ([one for one in common if (set(one.edits) == {WHOLE}) == of_scores] for of_scores in (True, False))
         pairs = [Candidate(((one, base.layer), (two, base.layer))) for one in factors for two in others]
-        for node in RESULTS:
-            for near in self._giving_any(base, node, pairs):
-                (one, _), (two, _) = near.sites
-                trial = self.blocks.tried(base, one, shown=False)
-                whole = None if trial is None else self.blocks.tried(trial, two)
-                if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well
-                    return whole
+        for node in RESULTS:  # two faults leave little that is like a node's value: any array may be it, by its first row
+            arrays = list(self.observation.unexplained(node, base.state[node], base.seen.values()))
+            if not arrays:
+                continue
+            part, rows = self.blocks.part(base, node, arrays[0]), torch.stack([seen.value[:1] for seen in arrays])
+            bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
+            for few, values in Batch(part, 1).values(pairs):
+                self.observation.check()
+                near = [bool(((rows - value).abs().flatten(1).amax(1) <= bounds).any()) for value in values]
+                for (one, _), (two, _) in (few[n].sites for n, is_near in enumerate(near) if is_near):
+                    trial = self.blocks.tried(base, one, shown=False)
+                    whole = None if trial is None else self.blocks.tried(trial, two)
+                    if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well
+                        return whole
         return None
 
     def _near(self, base: Trial, node: str) -> Iterator[Candidate]:
@@ -122,19 +104,6 @@ class Explainer:
             search = PartSearch(self.blocks.part(base, node, seen))
             yield from search.nearest(search.faults.singles())
             self.observation.check()
-
-    def _giving_any(self, base: Trial, node: str, some: Sequence[Candidate]) -> Iterator[Candidate]:
-        """Yield the candidates that give the first row of any array, for two faults leave little that is like a node's value."""
-        arrays = list(self.observation.unexplained(node, base.state[node], base.seen.values()))
-        if not arrays:
-            return
-        part = self.blocks.part(base, node, arrays[0])
-        rows = torch.stack([seen.value[:1] for seen in arrays])
-        bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
-        for few, values in Batch(part, 1).values(some):
-            self.observation.check()
-            near = ((rows - value).abs().flatten(1).amax(1) <= bounds for value in values)
-            yield from (one for one, agrees in zip(few, near, strict=True) if bool(agrees.any()))
 
     def _widened(self, base: Trial, part: Trial | None) -> tuple[Trial | None, Trial | None]:
         """Return a block as explained, else the best part, to the precision of float32, in which a module may keep constants."""
@@ -149,8 +118,8 @@ class Explainer:
 
     def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
-        nodes = self.blocks.missing(base)
-        some = [one for one in some if one not in base.alternatives and not self.blocks.is_refuted(base, one)]
+        nodes, hidden = self.blocks.missing(base), {node for node in BEHIND if BEHIND[node].isdisjoint(base.seen)}
+        some = [one for one in some if one not in base.alternatives and not hidden.isdisjoint(one.edits)]
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
         for node in dict.fromkeys(("",) if self.model.small else (*nodes[:1], "")):  # each whole block takes long
@@ -216,41 +185,33 @@ class Explainer:
     # Free numbers
 
     def _fitted(self, base: Trial) -> Trial | None:
-        """Return ``base`` with one more node as what its array shows was computed; None if nothing fits."""
-        first: Trial | None = None
-        self.stage = STAGES[2]
-        for node, seen in self._likeliest(base):
-            self.observation.check()
-            try:
-                fit = self.fits.fit(base.layer, node, base.state, seen)
-            except RuntimeError:  # of a block with another number of heads
-                fit = None
-            if fit is None:
-                continue
-            given = Alternative("", "", {node: partial(_given, fit.value)})
-            if (trial := self.blocks.tried(base, given)) is not None:
-                faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
-                trial = replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
-                if self.blocks.goes_on(trial):
-                    return trial
-                first = first or trial
-        return first
+        """Return ``base`` with one more node as what its array shows was computed; None if nothing fits.
 
-    def _likeliest(self, base: Trial) -> Iterator[tuple[str, Observed]]:
-        """Yield the targets that what follows confirms, or the likest of a node that has none such.
-
-        Not these behind a block that nothing explains, whose own arrays may look like anything.
+        Of the targets those that what follows confirms, or the likest of a node that has none such: but not behind a block that
+        nothing explains, whose own arrays may look like anything.
         """
-        for node, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
-            arrays = [seen for _, seen in some]
-            sure = [seen for seen in arrays if self._is_confirmed(base, node, seen)]
-            yield from ((node, seen) for seen in sure or arrays[: 0 if self.resumed else MOST_ARRAYS])
+        first = None
+        for _, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
+            every = list(some)
+            sure = [target for target in every if self._is_confirmed(base, *target)]
+            for node, seen in sure or every[: 0 if self.resumed else MOST_ARRAYS]:
+                self.observation.check()
+                try:
+                    fit = self.fits.fit(base.layer, node, base.state, seen)
+                except RuntimeError:  # of a block with another number of heads
+                    continue
+                trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
+                if fit is not None and trial is not None:
+                    faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
+                    trial = replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
+                    if self.blocks.goes_on(trial):
+                        return trial
+                    first = first or trial
+        return first
 
     def _is_confirmed(self, base: Trial, node: str, seen: Observed) -> bool:
         """Return whether what follows is found as an array gives it, if it is the value of a node."""
         self.observation.check()
-        if node == "" and self.resumed:
-            return self.blocks.shown_behind(base.layer, seen.value, base.alternatives)
         trial = self.blocks.tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
         if trial is None:
             return False
@@ -274,7 +235,7 @@ def _likelihood(trial: Trial) -> tuple[object, ...]:
     return -len(trial.seen) - trial.again, trial.price
 
 
-def _given(value: Tensor, c: graph.Site, s: State) -> Tensor:
+def _given(value: Tensor, *_: object) -> Tensor:
     return value
 
 

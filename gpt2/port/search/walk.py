@@ -24,13 +24,13 @@ from gpt2.port.alternatives.alternative import Alternative, schedules
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import dropped
 from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, State
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
 from gpt2.port.search.ending import LastPart
 from gpt2.port.search.explainer import MOST_TRIED, Explainer
-from gpt2.port.search.matching import Faults, known
+from gpt2.port.search.matching import Faults
 from gpt2.port.search.observe import Observation
 from gpt2.port.search.part import Part
 from gpt2.port.terms.budget import Budget, Spent
@@ -108,13 +108,12 @@ class Search:
         rounding: Tolerance | None = None,
     ) -> None:
         self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
-        self.rounding, self.layers, of_module = rounding, model.config.n_layer, right is not None
-        self.states: list[State] = []
+        self.rounding, self.layers = rounding, model.config.n_layer
         self.blamed = Blamed(model, exact, right, rounding)
         self.ran = self.blamed.ran
         self.blocks = Blocks(observation, model)
-        self.explainer = Explainer(self.blocks, known(model), self.states, self.blamed.faults, of_module)
-        self.ending = LastPart(observation, model, self.explainer.fits.library)
+        self.explainer = Explainer(self.blocks, self.blamed)
+        self.ending = LastPart(self.blocks, self.blamed, self.explainer.fits.library)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
@@ -127,7 +126,9 @@ class Search:
         try:
             explained = self._walk()
         except Spent:
-            ended, reached = pool.budget.ended(self._untried()), self.explainer.reached
+            blocks = ([] if self.computed else ["other embeddings"]) + [f"the blocks from h.{len(self.ran)} on"]
+            untried = [*(blocks if len(self.ran) < self.layers else []), "the last norm and the head"]
+            ended, reached = pool.budget.ended(untried), self.explainer.reached
             if self.explainer.of_module and reached is not None and reached.layer not in self.ran:
                 self._break(reached)
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
@@ -136,17 +137,7 @@ class Search:
         causes, rounded = (tuple(cause for cause, is_rounded in both if is_rounded == kind) for kind in (False, True))
         first = self._first(lost)
         pool.budget = limit
-        return Walked(causes, explained, first, self.values, tuple(self.ran), lost, ended, rounded)
-
-    def _untried(self) -> list[str]:
-        """Return what was not tried, or not all of it, where the walk is."""
-        number = len(self.ran)
-        if not number and not self.computed:
-            return ["other embeddings", "the blocks"]
-        if number >= self.layers:
-            return ["other ends: the last norm and the head"]
-        later = [f"the blocks from h.{number + 1} on"] if number + 1 < self.layers else []
-        return [*(f"{words} in h.{number}" for words in self.explainer.untried), *later, "the last norm and the head"]
+        return Walked(causes, explained, first, self.values | self.ending.normed, tuple(self.ran), lost, ended, rounded)
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's; before the first fault, by more than rounding to float32."""
@@ -158,34 +149,25 @@ class Search:
         for point in points(self.layers):
             if self.blamed.first is not None and point == self.blamed.first.point:
                 allowed = pool.allowance
-            if point == lost and lost != "logits":
-                return Divergence(point, self._departure(point))
-            if (
-                point in self.computed
-                and point in self.exact
-                and self.observation.find(Place.of(point).part, self.exact[point]) is None
-            ):
-                value, right = self.computed[point], self.exact[point]
+            place, right = Place.of(point).part, self.exact.get(point)
+            if point == lost and lost != "logits":  # of the array that is most like GPT-2's value
+                seen = None if right is None else next(self.observation.unexplained(place, right, ()), None)
+                return Divergence(point, math.inf if seen is None else worst_relative_error(seen.value, seen.right))
+            if point in self.computed and right is not None and self.observation.find(place, right) is None:
+                value = self.computed[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
                 if error > max(allowed.get(point, 0.0), least):
                     return Divergence(point, error)
         return self.blamed.first
 
-    def _departure(self, point: str) -> float:
-        """Return how far the array that is most like GPT-2's value at a point is from it."""
-        right = self.exact.get(point)
-        seen = None if right is None else next(self.observation.unexplained(Place.of(point).part, right, ()), None)
-        return math.inf if seen is None else worst_relative_error(seen.value, seen.right)
-
     def _walk(self) -> bool:
-        x = self._embedded()
+        x = self.computed["embed"] = self._embedded()
         while len(self.ran) <= 2 * self.layers:
             self.progress(f"following your values, in block {len(self.ran)}")
-            if len(self.ran) >= self.layers and self._ended(x, known=False):
+            if len(self.ran) >= self.layers and self.ending.explained(x, known=False):
                 return self.lost is None
             if (trial := self._next(x)) is None:
-                at_end = len(self.ran) >= self.layers and not self.broken
-                return (self.finished or (at_end and self._ended(x))) and self.lost is None
+                return self.finished and self.lost is None
             self._settle(trial)
             x = trial.state[""]
         return False
@@ -198,8 +180,7 @@ class Search:
         seen = self.observation.find("embed", right)
         own = right if seen is None else seen.own
         self.observation.take([] if seen is None else [seen])
-        if self.blocks.shown_in(0, own):
-            self.computed["embed"] = own
+        if self.blocks.shown_behind(-1, own):
             return own
         options = list[tuple[tuple[object, ...], Alternative, Tensor]]()
         for candidate in self._other_embeddings(right):
@@ -211,7 +192,7 @@ class Search:
             if found is None and self.explainer.of_module:  # which shows all that it computes
                 continue
             x = x if found is None else found.own
-            shown = self.blocks.shown_in(0, x)
+            shown = self.blocks.shown_behind(-1, x)
             # the tokens alone are there as well
             latest = max(found.entries, default=0) if found and self.explainer.of_module else 0
             if shown or (found is not None and seen is None):
@@ -226,7 +207,6 @@ class Search:
         if not follows and self.explainer.explained(self.blocks.block(0, right)) is not None:
             return right  # one fault of the block, and not two
         self.blamed.alternative(one, None, "embed", {"embed": (x, right)})
-        self.computed["embed"] = x
         return x
 
     def _embedding_fitted(self, right: Tensor) -> Tensor | None:
@@ -238,10 +218,9 @@ class Search:
             fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.model.ids, wte, wpe, rows)
             own = None if fit is None else self.observation.find("embed", fit.value)
             x = right if fit is None else fit.value if own is None else own.own
-            if fit is not None and self.blocks.shown_in(0, x):
+            if fit is not None and self.blocks.shown_behind(-1, x):
                 part = fit.faults[0].place.part if fit.faults else "embed"
                 self.blamed.fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
-                self.computed["embed"] = x
                 return x
         return None
 
@@ -259,34 +238,18 @@ class Search:
     def _next(self, x: Tensor) -> Trial | None:
         """Return the block that runs next on the stream ``x``, as the program computes it; None if nothing known explains it."""
         expected = self.ran[-1] + 1 if self.ran else 0
-        if expected < self.layers:
-            base = self.blocks.block(expected, x)
-            if self.blocks.goes_on(base):
-                return base
-            entered = any(node in base.seen for node in FIRST[1:])
-        else:
-            base, entered = None, False
-        if not entered:
+        base = self.blocks.block(expected, x) if expected < self.layers else None
+        if base is not None and self.blocks.goes_on(base):
+            return base
+        if base is None or base.seen.keys().isdisjoint(FIRST[1:]):  # another block may run, or none
             for layer in range(self.layers):
-                other = self.blocks.block(layer, x, ORDER["attn.v"]) if layer != expected else None
+                other = self.blocks.block(layer, x) if layer != expected else None
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
-                    whole = self.blocks.block(layer, x)
-                    return whole if self.blocks.goes_on(whole) else self.explainer.explained(whole)
-            if self._ended(x, fitted=base is None):
-                self.finished = True
-                return None
-            if base is not None and (stream := self._earlier(expected)) is not None:
-                base = self.blocks.block(expected, stream)
-                if self.blocks.goes_on(base):
-                    return base
-        trial = None if base is None else self.explainer.explained(base)
-        if trial is None and not entered and (stream := self._changed_behind()) is not None:
-            if base is None:
-                self.finished = self._ended(stream)
-            else:
-                base = self.blocks.block(expected, stream)
-                trial = base if self.blocks.goes_on(base) else self.explainer.explained(base)
-        if base is None or trial is not None:
+                    return other if self.blocks.goes_on(other) else self.explainer.explained(other)
+            self.finished = self.ending.explained(x, fitted=base is None or len(self.ran) >= self.layers)
+        if base is None or self.finished:
+            return None
+        if (trial := self.explainer.explained(base)) is not None:
             return trial
         reached = self.explainer.reached
         if self.explainer.of_module and reached is not None and reached.layer == base.layer:  # numbers that fit by no chance
@@ -317,46 +280,11 @@ class Search:
                     return replace(base, state={**base.state, "": seen.value})
         return None
 
-    def _earlier(self, layer: int) -> Tensor | None:
-        """Return an earlier stream that block ``layer`` takes, if its first nodes show it."""
-        for number in reversed(range(len(self.states))):
-            for node in ("mid", "x"):
-                stream = self.states[number][node]
-                if not self.blocks.shown_with(layer, stream, {}):
-                    continue
-                if node == "mid":
-                    words = "a later block takes the stream behind attention: the feed-forward's result has no effect"
-                    self.blamed.faults.append(Cause.at("residual-missing", "", words, layer=number))
-                words = "a later block takes an earlier stream, so what this block gives has no effect"
-                later = range(number if node == "x" else number + 1, layer)
-                self.blamed.faults += [Cause.at("layer-missing", "", words, layer=one) for one in later]
-                self.blamed.note([], point_at(layer, "ln_1"), math.inf)
-                return stream
-        return None
-
-    def _changed_behind(self) -> Tensor | None:
-        """Return the last block's result as something changes it behind the recorded sum, if what follows shows it."""
-        if not self.ran:
-            return None
-        layer, state, options = self.ran[-1], self.states[-1], list[tuple[Alternative, Tensor]]()
-        for one in self.explainer.inner:
-            if set(edits := one.at(layer)) == {""}:
-                self.observation.check()
-                value = edits[""](self.model.site(layer, state), state)
-                if not torch.equal(value, state[""]) and self.blocks.shown_behind(layer, value):
-                    options.append((one, value))
-        if not options:
-            return None
-        one, value = min(options, key=lambda option: Candidate(((option[0], layer),)).order_of_naming)
-        self.blamed.alternative(one, layer, "", {"": (value, state[""])})
-        state[""] = self.computed[point_at(len(self.ran) - 1, "")] = value
-        return value
-
     def _settle(self, trial: Trial) -> None:
         """Take a block as a trial computes it."""
         number = len(self.ran)
         self.ran.append(trial.layer)
-        self.states.append(trial.state)
+        self.blocks.states.append(trial.state)
         self.observation.take(trial.seen.values())
         self.values |= {point_at(number, node): seen.own for node, seen in trial.seen.items()}
         self.computed |= {point_at(number, node): x for node, x in trial.state.items() if node not in ("x", *HIDDEN)}
@@ -376,36 +304,3 @@ class Search:
         for one in trial.alternatives:
             values = {node: (trial.state[node], expected(node)) for node in one.edits if node in trial.state}
             self.blamed.alternative(one, trial.layer, next(iter(one.edits)), values, trial.seen)
-
-    # To the logits
-
-    def _ended(self, x: Tensor, known: bool = True, fitted: bool = True) -> bool:
-        """Return whether the logits follow from the last stream, by a ``known`` other norm or head, or by a ``fitted`` one."""
-        right = self.model.norm("ln_f", x)
-        seen = self.observation.find("ln_f", right)
-        normed = right if seen is None else seen.own
-        if seen is not None:
-            self.values["ln_f"] = normed
-        if self.observation.are_logits(normed, self.model.table) or self.observation.are_logits(right, self.model.table):
-            return True
-        if not known:
-            return False
-        part = self.ending.part(x)
-        earlier = {one for some in self.blocks.known for one in some}
-        fits = [one for one in self.ending.known(part) if fitted or not one.head]
-        if fits:
-            best = min(fits, key=lambda fit: not any(one in earlier for one, _ in fit.sites))
-            values, expected = part.values(best), {"ln_f": right, "logits": normed @ self.model.table.T}
-            for one, _ in best.sites:
-                stage = "ln_f" if "ln_f" in one.outside else "logits"
-                self.blamed.alternative(one, None, stage, {stage: (values[stage], expected[stage])})
-            if best.head:
-                self.blamed.fitted(best.head, "logits", {"logits": (values["logits"], expected["logits"])})
-            return True
-        if not fitted or (fit := self.ending.fit(x)) is None:
-            return False
-        given = self.ending.logits
-        made = (normed @ self.model.table.T)[:, -given.shape[1] :]
-        stage = "ln_f" if any(one.place.part == "ln_f" for one in fit.faults) else "logits"
-        self.blamed.fitted(fit.faults, stage, {"logits": (given, made)})
-        return True
