@@ -17,7 +17,6 @@ from gpt2.port.dump.arrays import recognised
 from gpt2.port.dump.dumped import EXCHANGED, Dumped
 from gpt2.port.dump.simulating import DumpExplainer, Evidence, Explanation
 from gpt2.port.graph import MODULES, READS, Model, stage_of
-from gpt2.port.search.observe import Observation
 from gpt2.port.search.walk import Search, Walked
 from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import LIKELY, Cause
@@ -66,9 +65,9 @@ class Attempt:
         return Model(self.dumped.reference.state_dict(), self.dumped.config, self.dumped.ids, budget=budget)
 
     def _walked(self, budget: Budget) -> Walked:
-        pool, model = self.dumped.pool, self._model(budget)
+        pool = self.dumped.pool
         pool.budget = budget
-        walked = Search(Observation(pool, model), model, self.dumped.exact, self.progress).run()
+        walked = Search(pool, self._model(budget), self.dumped.exact, self.progress).run()
         pool.budget = Budget()
         return walked
 

@@ -38,7 +38,8 @@ class Dumped:
 
     ``exact``: the trace of ``reference``, our model in float64, on the same ids. ``held``: the names of the arrays that hold a
     right value, by traced point. ``error``: of the logits; ``right``: rounding explains it. ``coarsest``: the dtype in which an
-    array is stored that rounds most. ``is_constant``: each array is one number throughout.
+    array is stored that rounds most. ``is_constant``: each array is one number throughout. ``has_computed``: one holds a right
+    value that is computed, and not read from a table.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class Dumped:
                 self.pool.add(tensor, part, array.dtype, part == name)
         self.pool.logits, self.pool.logits_dtype = output.logits.double(), output.logits.dtype
         self.held = recognised(self.pool, exact, self.config)
+        self.has_computed = not self.held.keys() <= {"wte", "wpe"}
         expected = exact["logits"][:, -output.logits.shape[1] :]
         mine = output.logits[..., : self.config.vocab_size].double()
         self.right = excess(mine, expected, output.logits.dtype) <= self.tolerance.points["logits"]
@@ -68,11 +70,6 @@ class Dumped:
         entries = zip(self.pool.names, self.pool.entries, strict=True)
         names = {name[:-3] if name.endswith(THIRDS) else name for name, entry in entries if entry.numel() == size}
         return len(names) >= WALKED * self.config.n_layer
-
-    @property
-    def has_computed(self) -> bool:
-        """Whether an array holds a right value that is computed, and not read from a table."""
-        return not self.held.keys() <= {"wte", "wpe"}
 
     def notes(self) -> Iterator[str]:
         """Yield what the report says about the arrays."""

@@ -23,7 +23,6 @@ from gpt2.port.search.part import Fitting, Part
 from gpt2.port.terms.causes import Cause
 
 SAME = 1e-9  # programs whose values differ by less are one function
-MAX_OFFERED = 8  # explanations that are reported
 MOST = {True: 6, False: 2}  # explanations of a part that are tried with those of the next, by whether the model is small
 
 Evidence = dict[str, Tensor]  # a program's values by traced point
@@ -147,7 +146,7 @@ class DumpExplainer:
         most = max((reach for reach, _ in options.values()), default=-1)
         best = sorted((fit for reach, fit in options.values() if reach == most), key=lambda fit: fit.candidate.order_of_naming)
         price = best[0].candidate.price + FITTED if best else 0.0  # another fault that is not needed is none
-        return most, [fit for fit in best if fit.candidate.price < price][:MAX_OFFERED]
+        return most, [fit for fit in best if fit.candidate.price < price]
 
     def _described(self, fits: list[Fitting]) -> list[tuple[Hypothesis, State]]:
         """Return hypotheses with their values; those that are one function, or the same faults at the same places, are one."""

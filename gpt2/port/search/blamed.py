@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -122,12 +122,16 @@ class Blamed:
         """Return how far ``own``, the sites and faults of a cause, move the logits of the checkpoint; None if that is unknown."""
         if self.right is None:
             return None
+        every = list(sites)
         for one in own:
-            moves = self.departures[one].moves if isinstance(one, Cause) and one in self.departures else {}
-            if "logits" in moves:
-                return float(moves["logits"].abs().max())
-            sites = [*sites, *moving(one.place.layer, moves)] if isinstance(one, Cause) else sites
-        return effect(self.right, sites, self.ran if is_order and not own else ())
+            if isinstance(one, Cause) and one in self.departures:
+                moves = self.departures[one].moves
+                if "logits" in moves:
+                    return float(moves["logits"].abs().max())
+                added = Alternative("", "", {node: Changed(node, partial(_added, by)) for node, by in moves.items()})
+                every.append((added, one.place.layer if added.edits else None))
+        program = Candidate(tuple(every), tuple(self.ran) if is_order and not own else None).program
+        return None if program is None else _moved(self.right, self.right, program)
 
     def _widest(self) -> Iterator[Placed]:
         """Yield the sites; of several alternatives that explain a block alike, that which explains most blocks."""
@@ -146,24 +150,8 @@ def traced(node: str) -> str:
 # What a mistake alone does
 
 
-def moving(layer: int | None, moves: Moves) -> tuple[Placed, ...]:
-    """Return sites that add such differences to the values of nodes of a block, or outside the blocks."""
-    edits = {node: Changed(node, partial(_added, by)) for node, by in moves.items()}
-    one = Alternative("", "", edits)
-    return (*[(one, layer)] * bool(one.edits), *[(one, None)] * bool(one.outside))
-
-
 def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
     return y + by
-
-
-def effect(model: Model, sites: Iterable[Placed], order: Sequence[int] = ()) -> float | None:
-    """Return the largest difference that ``sites`` make to a logit of the right ``model``; None if it cannot be computed.
-
-    ``order``: the blocks that run, where they are others than GPT-2's.
-    """
-    program = Candidate(tuple(sites), tuple(order) or None).program
-    return None if program is None else _moved(model, model, program)
 
 
 def effect_of_weights(model: Model, tensors: State) -> float | None:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
-from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
 from gpt2.port.search.observe import Observation, Seen
@@ -46,11 +45,6 @@ class Trial:
     faults: tuple[Cause, ...] = ()  # that were fitted
     again: int = 0  # whether the block's result is found, as another value's
     ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
-
-    @property
-    def price(self) -> tuple[float, bool, int, bool]:
-        """What says which of several explanations of a block is likelier, the least first."""
-        return Candidate(tuple((one, self.layer) for one in self.alternatives), head=self.faults).order_of_naming
 
 
 class Blocks:

@@ -232,7 +232,8 @@ def _changes(one: Alternative, node: str) -> bool:
 
 def _likelihood(trial: Trial) -> tuple[object, ...]:
     """Return what says which of several trials of a block is likelier, the least first."""
-    return -len(trial.seen) - trial.again, trial.price
+    blamed = Candidate(tuple((one, trial.layer) for one in trial.alternatives), head=trial.faults)
+    return -len(trial.seen) - trial.again, blamed.order_of_naming
 
 
 def _given(value: Tensor, *_: object) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -96,22 +97,9 @@ def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     own = [size for size in entry.shape if size != 1]
     if entry.numel() != math.prod(shape):
         return
-    axes = [axis for axis, size in enumerate(shape) if size != 1]
-    orders = list(itertools.permutations(axes))
-    if len(own) == 1:
-        orders = [order for order in orders if order[-1] == axes[-1]]
-    for order in orders:
-        if _merges([shape[axis] for axis in order], own):
-            yield entry.reshape([shape[axis] for axis in order]).permute([order.index(axis) for axis in axes]).reshape(*shape)
-
-
-def _merges(parts: Sequence[int], own: Sequence[int]) -> bool:
-    """Return whether neighbouring ``parts`` multiply to the sizes ``own``."""
-    parts = list(parts)
-    for size in own:
-        product = 1
-        while parts and product < size:
-            product *= parts.pop(0)
-        if product != size:
-            return False
-    return not parts
+    axes, ends = [axis for axis, size in enumerate(shape) if size != 1], set(itertools.accumulate(own, operator.mul))
+    for order in itertools.permutations(axes):
+        sizes = [shape[axis] for axis in order]
+        natural = len(own) > 1 or order[-1:] == tuple(axes[-1:])
+        if natural and ends <= set(itertools.accumulate(sizes, operator.mul)):  # neighbouring axes make one of its own
+            yield entry.reshape(sizes).permute([order.index(axis) for axis in axes]).reshape(*shape)

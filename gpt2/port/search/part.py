@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -145,14 +146,12 @@ class Part:
         if not one.is_right and one.program is None:
             return None  # two faults of one node
         values = self.right if one.is_right else self.values(one)
-        plain = self.errors(values)
-        for fault in (None, *self._heads(values)) if self.end == "logits" else (None,):
-            whole = one if fault is None else replace(one, head=(fault,))
-            given = values if fault is None else {**values, "logits": fault.change(*self._ending(values))}
-            errors = plain if fault is None else self.errors(given)
-            least = min(plain[self.end], self.right_errors[self.end])  # the fault must not make the error that is fitted away
-            if fault is not None and fault.made and least <= SIGNIFICANT * self.allowed(self.end):
-                continue
+        least = min(self.errors(values)[self.end], self.right_errors[self.end])  # one must not make the error that is fitted away
+        heads = self._heads(values) if self.end == "logits" else ()
+        heads = (fault for fault in heads if not fault.made or least > SIGNIFICANT * self.allowed(self.end))
+        ended = ((replace(one, head=(fault,)), {**values, "logits": fault.change(*self._ending(values))}) for fault in heads)
+        for whole, given in itertools.chain([(one, values)], ended):
+            errors = self.errors(given)
             within = all(error <= self.allowed(point) for point, error in errors.items())
             if (within or self._rounded(whole, given, errors)) and BETTER * self._share(errors) <= self._share(self.right_errors):
                 return Fitting(whole, max(errors.values()))

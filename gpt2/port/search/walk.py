@@ -88,11 +88,11 @@ def search(
     model = Model(weights, reference.config, ids, budget=pool.budget)
     right, exact = Model(reference.state_dict(), reference.config, ids), trace(reference, ids)
     rounding = measured(reference, ids, exact, torch.float32)
-    return Search(Observation(pool, model), model, exact, progress, right, rounding).run()
+    return Search(pool, model, exact, progress, right, rounding).run()
 
 
 class Search:
-    """A walk through an ``observation`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
+    """A walk through ``pool`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
 
     ``right``: the checkpoint, in a walk through a module, whose own weights are in ``model``, and which is given the whole text
     at once. ``rounding``: what rounding to float32 explains.
@@ -100,18 +100,18 @@ class Search:
 
     def __init__(
         self,
-        observation: Observation,
+        pool: Pool,
         model: Model,
         exact: Mapping[str, Tensor],
         progress: Progress = silent,
         right: Model | None = None,
         rounding: Tolerance | None = None,
     ) -> None:
-        self.observation, self.model, self.exact, self.progress = observation, model, exact, progress
+        self.observation, self.model, self.exact, self.progress = Observation(pool, model), model, exact, progress
         self.rounding, self.layers = rounding, model.config.n_layer
         self.blamed = Blamed(model, exact, right, rounding)
         self.ran = self.blamed.ran
-        self.blocks = Blocks(observation, model)
+        self.blocks = Blocks(self.observation, model)
         self.explainer = Explainer(self.blocks, self.blamed)
         self.ending = LastPart(self.blocks, self.blamed, self.explainer.fits.library)
         self.values: dict[str, Tensor] = {}
@@ -219,7 +219,7 @@ class Search:
             own = None if fit is None else self.observation.find("embed", fit.value)
             x = right if fit is None else fit.value if own is None else own.own
             if fit is not None and self.blocks.shown_behind(-1, x):
-                part = fit.faults[0].place.part if fit.faults else "embed"
+                part = fit.faults[0].place.part
                 self.blamed.fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
                 return x
         return None
