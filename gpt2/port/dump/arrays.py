@@ -43,7 +43,10 @@ def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output:
 
     def rank(one: Output) -> tuple[bool, bool, float]:
         probabilities = bool((one.logits >= 0).all()) or bool((one.logits <= 0).all())
-        return one.logits.shape[-1] != config.vocab_size, probabilities, _distance(one, dump.ids, expected)
+        row = [n for n in range(len(dump.ids)) if len(one.ids) != len(dump.ids) and torch.equal(dump.ids[n : n + 1], one.ids)]
+        value, right = one.logits[..., : expected.shape[-1]].double(), expected[row[:1]] if row else expected
+        error = relative_error(value, right[:, -value.shape[1] :])
+        return one.logits.shape[-1] != config.vocab_size, probabilities, error if math.isfinite(error) else math.inf
 
     output = min(candidates, key=rank)
     if bool((missing := output.logits.isnan()).any()):
@@ -66,14 +69,6 @@ def _without_logits(dump: Dump, config: GPT2Config) -> InputError:
         todo = f": the array {shown(name)} has {tuple(arrays[name].shape)}; "
         todo += "save the logits of these ids, or give the checkpoint that the program has loaded (--model)"
     return InputError(f"{dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
-
-
-def _distance(one: Output, ids: Tensor, expected: Tensor) -> float:
-    rows = [row for row in range(len(ids)) if torch.equal(ids[row : row + 1], one.ids)] if len(one.ids) != len(ids) else []
-    right = expected[rows[:1]] if rows else expected
-    value = one.logits[..., : expected.shape[-1]].double()
-    error = relative_error(value, right[:, -value.shape[1] :])
-    return error if math.isfinite(error) else math.inf
 
 
 def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config) -> Iterable[tuple[Tensor, slice | None]]:

@@ -24,14 +24,14 @@ from gpt2.port.terms.places import OUTSIDE
 from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import SLACK, Tolerance
 
-Moves = Mapping[str, Tensor]  # by node: the difference from the right value
+Moves = Mapping[str, Tensor]  # by node: the difference from the right value, over the root mean square of that
 
 
 @dataclass(frozen=True)
 class Departure:
     """Where a fault moves a program: the error of what is ``shown`` there, and what GPT-2's formula ``missed``.
 
-    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the nodes, of a fault that has no formula.
+    ``rounded``: rounding to float32 explains it. ``moves``: what it adds to the right nodes, of a fault that has no formula.
     """
 
     shown: float
@@ -84,7 +84,7 @@ class Blamed:
         same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
         missed = max(map(worst_relative_error, *zip(*same.values(), strict=True))) if len(same) == len(values) > 0 else math.inf
         explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0
-        moves = {node: value - right for node, (value, right) in same.items()}
+        moves = {node: (value - right) / _size(right) for node, (value, right) in same.items()}
         departure = Departure(shown, missed, 0 < missed <= explained, moves)
         self.departures |= dict.fromkeys(blamed, departure)
         if self.first is None and not departure.rounded:
@@ -127,7 +127,7 @@ class Blamed:
             if isinstance(one, Cause) and one in self.departures:
                 moves = self.departures[one].moves
                 if "logits" in moves:
-                    return float(moves["logits"].abs().max())
+                    return float(moves["logits"].abs().max() * _size(self.exact["logits"]))
                 added = Alternative("", "", {node: Changed(node, partial(_added, by)) for node, by in moves.items()})
                 every.append((added, one.place.layer if added.edits else None))
         program = Candidate(tuple(every), tuple(self.ran) if is_order and not own else None).program
@@ -151,7 +151,11 @@ def traced(node: str) -> str:
 
 
 def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
-    return y + by
+    return y + by * _size(y)
+
+
+def _size(y: Tensor) -> Tensor:
+    return y.square().mean().sqrt().clamp(min=1e-300)
 
 
 def effect_of_weights(model: Model, tensors: State) -> float | None:
