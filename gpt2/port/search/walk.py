@@ -117,7 +117,6 @@ class Search:
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
-        self.broken = False  # a block is explained in part
         self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
@@ -129,8 +128,8 @@ class Search:
             blocks = ([] if self.computed else ["other embeddings"]) + [f"the blocks from h.{len(self.ran)} on"]
             untried = [*(blocks if len(self.ran) < self.layers else []), "the last norm and the head"]
             ended, reached = pool.budget.ended(untried), self.explainer.reached
-            if self.explainer.of_module and reached is not None and reached.layer not in self.ran:
-                self._break(reached)
+            if self.explainer.of_module and reached and reached.alternatives and reached.layer not in self.ran:
+                self._settle(reached)
         lost = None if explained else self.lost or (point_at(len(self.ran), "") if len(self.ran) < self.layers else "logits")
         limit, pool.budget = pool.budget, Budget()  # what is left is soon done
         both = list(self.blamed.causes(explained))
@@ -251,23 +250,16 @@ class Search:
             return None
         if (trial := self.explainer.explained(base)) is not None:
             return trial
-        reached = self.explainer.reached
-        if self.explainer.of_module and reached is not None and reached.layer == base.layer:  # numbers that fit by no chance
-            base = reached
+        if self.explainer.of_module:  # its numbers fit by no chance
+            base = self.explainer.reached or base
         number = len(self.ran)
         self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
         lost = next((node for node in self.blocks.missing(base) if node not in (*HIDDEN, WHOLE)), "")
         self.lost = self.lost or point_at(min(number, self.layers - 1), traced(lost))
         resumed = self._resumed(base)
-        if resumed is None:
-            self._break(base)
+        if resumed is None and base.alternatives:
+            self._settle(base)  # what explains a part of a block; the walk ends there
         return resumed
-
-    def _break(self, part: Trial) -> None:
-        """Name what explains a part of a block, which nothing explains whole; the walk ends there."""
-        if part.alternatives and not self.broken:
-            self.broken = True
-            self._settle(part)
 
     def _resumed(self, base: Trial) -> Trial | None:
         """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""
