@@ -120,7 +120,7 @@ class DumpExplainer:
         entrance = None
         if before is not None:
             layer, stage = layer_of(before), stage_of(before)
-            values = self.model.stages(known.program or Program(), 0, self.layers)
+            values = self.model.stages(known.program or Program(), 0, 0 if layer is None else layer + 1)
             if layer is None or not stage:  # the embeddings, or a block's result
                 entrance = Entrance(0 if layer is None else layer + 1, {"x": values[before]})
             else:
@@ -136,13 +136,19 @@ class DumpExplainer:
         """
         options, some = dict[object, tuple[int, Fitting]](), MOST[self.model.small]
         for base, fit in itertools.product(bases[:some], fits[:some]):
-            whole = base.candidate.with_(fit.candidate)
-            if whole.key not in options and (whole.head or whole.program):
-                errors = self.whole.errors(self.whole.values(whole))
-                rounding = dict.fromkeys(part.shown, fit.error)  # what numbers that are rounded otherwise leave
-                allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
-                wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
-                options[whole.key] = next(wrong, len(self.order)), Fitting(whole, max(errors.values()))
+            outside = [site for site in fit.candidate.sites if site[1] is None]
+            inside = dict.fromkeys(one for one, layer in fit.candidate.sites if layer is not None)
+            everywhere = replace(fit.candidate, sites=(*((one, n) for one in inside for n in range(self.layers)), *outside))
+            rounding = dict.fromkeys(part.shown, fit.error)  # what numbers that are rounded otherwise leave
+            least = -1
+            for one in (fit.candidate, everywhere) if inside and self.layers > 1 else (fit.candidate,):
+                whole = base.candidate.with_(one)
+                if whole.key not in options and (whole.head or whole.program):
+                    errors = self.whole.errors(self.whole.values(whole))
+                    allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
+                    wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
+                    if (reach := next(wrong, len(self.order))) > least:  # in other blocks too, if more follows so
+                        least, options[whole.key] = reach, (reach, Fitting(whole, max(errors.values())))
         most = max((reach for reach, _ in options.values()), default=-1)
         best = sorted((fit for reach, fit in options.values() if reach == most), key=lambda fit: fit.candidate.order_of_naming)
         price = best[0].candidate.price + FITTED if best else 0.0  # another fault that is not needed is none
