@@ -217,20 +217,6 @@ def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
         assert "in the first 4 tokens alone" in first[0].detail
 
 
-def test_a_last_norm_over_other_axes_runs_over_each_stream_of_a_batch_by_itself(model: GPT2, ids: Tensor) -> None:
-    """Beside a last norm over the tokens, others were ranked in a batch of streams, whose axes it took for those of one: an
-    exception, or another norm."""
-    own = Model(model.state_dict(), CONFIG, ids)
-    some = [replace(one, formulas=one.outside) for one in table(own, norms) if one.id == "layernorm-axis" and one.outside]
-    part = Part(own, "ln_f", None, {"ln_f": own.trace(Program())["ln_f"]}, {})
-    compared = 0
-    for one, value in run(part, [Candidate(((one, None),)) for one in some]):
-        assert one.program is not None
-        assert torch.allclose(own.trace(one.program)["ln_f"], value)
-        compared += 1
-    assert compared == len(some)
-
-
 def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
     """They came in the order of trying. An explanation with fewer faults still comes before a common one with more."""
 
@@ -243,15 +229,19 @@ def test_of_two_equal_explanations_the_commoner_mistake_comes_first() -> None:
 
 @torch.no_grad()
 def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2, ids: Tensor) -> None:
-    """A value that is taken from another row, or of another shape, would rule out the true fault: in any batch, in any part."""
+    """A value that is taken from another row, or of another shape, would rule out the true fault: in any batch, in any part.
+
+    A last norm over the tokens took the axes of a batch for those of one stream.
+    """
     exact = Model(model.state_dict(), CONFIG, ids)
     right = exact.trace(Program())
-    parts = [Part(exact, "logits", None, {"logits": right["logits"]}, {})]
+    parts = [Part(exact, end, None, {end: right[end]}, {}) for end in ("logits", "ln_f")]
     for layer, end in ((0, "h.0.mid"), (1, "h.1.attn.heads")):  # from a stage of a block to one of another
         state = {"x": right["x" if layer else "embed"], **{node: right[f"h.{layer}.{node}"] for node in ("ln_1", "attn.q")}}
         parts.append(Part(exact, end, Entrance(layer, state, ORDER["attn.q"]), {end: right[end]}, {}))
     for part in parts:
         some = [*Faults(part).singles()][:: 23 if part is parts[0] else 11]
+        some += [Candidate(((one, None),)) for one in table(exact, norms) if one.outside and part.end == "ln_f"]
         some += [Candidate(order=order) for order in orders(CONFIG.n_layer) if part is parts[0]]
         values = run(part, [one for one in some if one.program is not None])
         for one, value in values:
