@@ -248,18 +248,23 @@ class Search:
             self.finished = self.ending.explained(x, fitted=base is None or len(self.ran) >= self.layers)
         if base is None or self.finished:
             return None
+        before, self.lost = self.lost, self.lost or self._missing(base)  # where the budget may end
         if (trial := self.explainer.explained(base)) is not None:
+            self.lost = before
             return trial
         if self.explainer.of_module:  # its numbers fit by no chance
             base = self.explainer.reached or base
-        number = len(self.ran)
-        self.values |= {point_at(number, node): seen.own for node, seen in base.seen.items()}
-        lost = next((node for node in self.blocks.missing(base) if node not in (*HIDDEN, WHOLE)), "")
-        self.lost = self.lost or point_at(min(number, self.layers - 1), traced(lost))
+        self.values |= {point_at(len(self.ran), node): seen.own for node, seen in base.seen.items()}
+        self.lost = before or self._missing(base)
         resumed = self._resumed(base)
         if resumed is None and base.alternatives:
             self._settle(base)  # what explains a part of a block; the walk ends there
         return resumed
+
+    def _missing(self, base: Trial) -> str:
+        """Return the first traced point of a block that is not found."""
+        node = next((node for node in self.blocks.missing(base) if node not in (*HIDDEN, WHOLE)), "")
+        return point_at(min(len(self.ran), self.layers - 1), traced(node))
 
     def _resumed(self, base: Trial) -> Trial | None:
         """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""
