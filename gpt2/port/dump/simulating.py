@@ -74,12 +74,7 @@ class DumpExplainer:
     """
 
     def __init__(
-        self,
-        model: Model,
-        evidence: Evidence,
-        tolerance: Mapping[str, float],
-        progress: Progress = silent,
-        at_once: bool = False,
+        self, model: Model, evidence: Evidence, tolerance: Mapping[str, float], progress: Progress = silent, at_once: bool = False
     ) -> None:
         self.model, self.layers, self.progress = model, model.config.n_layer, progress
         self.order, self.tolerance = points(self.layers), tolerance

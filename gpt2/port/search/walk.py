@@ -68,12 +68,7 @@ class Walked:
 
 @torch.no_grad()
 def search(
-    pool: Pool,
-    own: Mapping[str, Tensor],
-    ids: Tensor,
-    reference: GPT2,
-    head: Tensor | None = None,
-    progress: Progress = silent,
+    pool: Pool, own: Mapping[str, Tensor], ids: Tensor, reference: GPT2, head: Tensor | None = None, progress: Progress = silent
 ) -> Walked:
     """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
 
