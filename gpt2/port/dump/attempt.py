@@ -50,6 +50,8 @@ class Attempt:
             self.causes = list(walked.causes) if walked.explained else []
         if self.settled:
             return
+        if len(flat := self.dumped.output.logits.flatten(0, 1)) > 1 and bool((flat == flat[0]).all()):
+            self.notes.append("your logits are the same at every position: look where the positions or the context are lost")
         found, evidence = self._simulated(budget, {} if walked is None else walked.values)
         self.settled = found.explains
         self._place(found, evidence, walked, budget)

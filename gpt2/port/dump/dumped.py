@@ -75,8 +75,6 @@ class Dumped:
         """Yield what the report says about the arrays."""
         if self.is_constant:
             yield "each array of your dump is one number throughout: nothing was computed, or it is other memory"
-        elif not self.right and (flat := self.output.logits.flatten(0, 1)).shape[0] > 1 and bool((flat == flat[0]).all()):
-            yield "your logits are the same at every position: look where the positions or the context are lost"
         dtypes = sorted({str(array.dtype).removeprefix("torch.") for array in [*self.arrays.values(), self.output.logits]})
         if not self.arrays:
             yield f"your dump holds the logits alone ({dtypes[0]})"
