@@ -65,7 +65,8 @@ def _units(runs: Sequence[Run]) -> str:
 def _draw_losses(axes: Axes, run: Run) -> None:
     if train := run.points("loss"):
         axes.plot(*zip(*train, strict=True), color=run.colour, lw=0.6, alpha=0.25)
-        axes.plot(*_smoothed(train), color=run.colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{run.name}, training")
+        one = "." if len(train) == 1 else None  # a line of one point is not seen
+        axes.plot(*_smoothed(train), marker=one, color=run.colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{run.name}, training")
     if run.best:
         step, loss = run.best
         held_out = f"{run.name}, held out: best {loss:.4f} at step {step:,}"
