@@ -23,8 +23,6 @@ Family = Callable[[Model], Iterator["Alternative"]]
 FAMILIES: list[Family] = []
 # The part that a report names for a fault of a node, if it is not the node's own name.
 PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
-IN_PROMPT = "in the first {} tokens alone, as in a prompt before single steps"
-IN_STEPS = "from token {} on, as in steps after a prompt"
 MOST_TOKENS = 24  # up to which every length of a prompt is tried on a small model
 CHUNKS = (8, 4, 16, 2, 5, 3, 6, 7)  # tokens that are read at a time
 
@@ -173,6 +171,18 @@ class Schedule:
     calls: Calls
     which: Which = Which.ALL
 
+    @classmethod
+    def of_prompt(cls, prompt: int, tokens: int, which: Which = Which.ALL) -> Schedule:
+        """Return the schedule of a prompt, and then single tokens."""
+        words = f"from token {prompt} on, as in steps after a prompt"
+        words = f"in the first {prompt} tokens alone, as in a prompt before single steps" if which is Which.FIRST else words
+        return cls(words, ((0, prompt), *((n, n + 1) for n in range(prompt, tokens))), which)
+
+    @property
+    def is_prompt(self) -> bool:
+        """Whether single tokens follow the first call."""
+        return all(end == begin + 1 for begin, end in self.calls[1:])
+
 
 def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
     """Return the lengths of a prompt, or of a window, that are tried: all of up to ``most`` tokens."""
@@ -182,18 +192,13 @@ def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
     return [1 << n for n in range(tokens.bit_length()) if 1 << n < tokens]
 
 
-def stepped(prompt: int, tokens: int) -> Calls:
-    """Return the calls of a prompt, and then single tokens."""
-    return ((0, prompt), *((n, n + 1) for n in range(prompt, tokens)))
-
-
 def chunked(size: int, tokens: int) -> Calls:
     return tuple((begin, min(begin + size, tokens)) for begin in range(0, tokens, size))
 
 
 def prompts(model: Model) -> list[Schedule]:
     """Return the schedules of a prompt of every length, and then single tokens; one token at a time is the first."""
-    return [Schedule(IN_STEPS.format(size), stepped(size, model.ids.shape[1])) for size in lengths(model)]
+    return [Schedule.of_prompt(size, model.ids.shape[1]) for size in lengths(model)]
 
 
 def schedules(model: Model) -> list[Schedule]:
@@ -208,12 +213,9 @@ def prompts_in_chunks(model: Model) -> list[Schedule]:
     """Return the ways to read a prompt some tokens at a time, and then single tokens."""
     words, tokens = "in a text whose first {} tokens are read {} at a time, and the others one by one", model.ids.shape[1]
     both = ((prompt, size) for size in CHUNKS for prompt in reversed(lengths(model)) if size < prompt and prompt % size != 1)
-    return [Schedule(words.format(*one), (*chunked(one[1], one[0]), *stepped(one[0], tokens)[1:])) for one in both]
-
-
-def is_prompt(how: Schedule) -> bool:
-    """Return whether single tokens follow the first call."""
-    return all(end == begin + 1 for begin, end in how.calls[1:])
+    return [
+        Schedule(words.format(*one), (*chunked(one[1], one[0]), *Schedule.of_prompt(one[0], tokens).calls[1:])) for one in both
+    ]
 
 
 def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:

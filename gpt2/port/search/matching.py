@@ -12,19 +12,7 @@ from functools import partial
 
 from gpt2.measure.metrics import Progress, silent
 from gpt2.port.alternatives import table
-from gpt2.port.alternatives.alternative import (
-    IN_PROMPT,
-    IN_STEPS,
-    Alternative,
-    Schedule,
-    Which,
-    is_prompt,
-    prompts,
-    prompts_in_chunks,
-    scheduled,
-    schedules,
-    stepped,
-)
+from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, prompts, prompts_in_chunks, scheduled, schedules
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, standing
 from gpt2.port.graph import ROWS, TEXT, Model
@@ -108,13 +96,13 @@ class Faults:
 
     def since(self, token: int) -> list[Candidate]:
         """Return every fault of a formula in the tokens from ``token`` on."""
-        how = Schedule(IN_STEPS.format(token), stepped(token, self.tokens), Which.LATER)
+        how = Schedule.of_prompt(token, self.tokens, Which.LATER)
         some = (one for one in (*self.plain, *standing(self.model)) if not (one.rare or one.shared) and self._is_inside(one))
         return [self.everywhere(one, how) for one in some]
 
     def until(self, token: int, some: Iterable[Alternative]) -> list[Candidate]:
         """Return alternatives in a prompt of ``token`` tokens alone."""
-        how = Schedule(IN_PROMPT.format(token), stepped(token, self.tokens), Which.FIRST)
+        how = Schedule.of_prompt(token, self.tokens, Which.FIRST)
         return [self.everywhere(one, how) for one in some if one.edits and not one.steps]
 
 
@@ -180,7 +168,7 @@ class PartSearch:
         """
         faults, giving = self.faults, Giving({(): self.faults.mixing})
         for how in (*schedules(self.part.model), *prompts_in_chunks(self.part.model)):
-            end, prompt = how.calls[0][1], is_prompt(how)
+            end, prompt = how.calls[0][1], how.is_prompt
             if prompt and end >= LATER and end > first:
                 yield from faults.until(end, self._giving(how, 1, giving))
             several = end > 1 and how.calls[1][1] > end + 1 and how.calls[-1][1] == how.calls[-1][0] + 1
