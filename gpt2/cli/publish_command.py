@@ -28,7 +28,8 @@ exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input
 class PublishSettings(Command):
     directory: str = argument("the model's folder", "DIR")
     repo: str = argument("OWNER/NAME on the Hub; created if it does not exist", "REPO")
-    public: bool = option("everybody can see it (otherwise: you alone)", default=False)
+    private: bool = option("only you can see it (the default)", default=False, group="visible")
+    public: bool = option("everybody can see it", default=False, group="visible")
     dry_run: bool = option("show what would be sent; change nothing, make no request", default=False)
     yes: bool = option("do not ask", default=False)
 

@@ -123,6 +123,9 @@ def test_private_unless_told_otherwise(trained: Path, hub: HubStandIn, capsys: p
     assert hub.files("me/open")["pytorch_model.bin"] == b"another model"
     assert main(["publish", str(trained), "me/new", "--yes", "--public"]) == 0
     assert not hub.repos["me/new"].private
+    assert main(["publish", str(trained), "me/mine", "--yes", "--private"]) == 0
+    assert hub.repos["me/mine"].private
+    assert main(["publish", str(trained), "me/mine", "--private", "--public"]) == 2
     assert b'gpt2.load("me/new")' in hub.files("me/new")["README.md"]
 
 

@@ -171,7 +171,7 @@ class Linear:
             if abs(like) > ALIKE or not keeps_angles(x[rows], wanted):
                 return
         else:
-            made = inputs @ torch.linalg.lstsq(inputs, wanted).solution
+            made = inputs @ torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
             if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
                 return
         is_head, words = self.part == "logits", "the weight is not the checkpoint's in any known way"

@@ -201,5 +201,5 @@ class Part:
             yield HeadCause("extra-bias", LOGITS, words, made=True, change=lambda _, y: y + bias)
         if wanted.shape[:2].numel() >= self.model.config.n_embd + MIN_ROWS:  # else any logits fit
             words = "the logits follow from the right stream by other weights than the token embedding's"
-            table = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1)).solution
+            table = torch.linalg.lstsq(normed.flatten(0, 1), wanted.flatten(0, 1), driver="gelsd").solution
             yield HeadCause("untied-head", LOGITS, words, made=True, change=lambda x, _: x @ table)
