@@ -20,7 +20,7 @@ from gpt2.port.recording.recorder import record_probe
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
-from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss, read_loss
+from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss
 from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import StepMoves
@@ -79,7 +79,7 @@ class StepExamination:
         calls, self.sampler = self.subject.session([self._batch(seed) for seed in seeds], names, factor)
         if bad := [call.loss for call in calls if not math.isfinite(call.loss)]:
             raise InputError(f"the step returns a loss of {bad[0]}; look where it comes from (a mask, a label, a division)")
-        for call in calls if names else calls[1:]:
+        for call in calls if names else ():
             call.forwards.clear()  # the gradients of the parameters alone are compared; logits of a large vocabulary are large
         return calls
 
@@ -130,29 +130,25 @@ class StepExamination:
 
     def _loss(self) -> None:
         findings, known = self.findings, len(self.findings.causes)
-        if not self._judge_loss(findings, self.calls[0], self._batch(0)):
-            words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
-            findings.leave_open("loss", words)
-        elif not self.settings.padded and not findings.causes[known:]:
+        for number, call in enumerate(self.calls):
+            judge_loss(findings, call, self._batch(number), self.clip.share, self.ours.config.eos_token_id)
+            if number:  # the first call's gradients are compared as well
+                call.forwards.clear()
+            if "loss" in findings.unknown:
+                break
+        if not (self.settings.padded or findings.causes[known:] or "loss" in findings.unknown):
             self._padded()
         judge_dropout(findings, (p for call in self.calls for p in call.dropouts), self.settings.dropout)
         if any(call.half for call in self.calls):
             detail = "the logits are rounded to half precision before the softmax"
             findings.add("logits-half-precision", "loss", detail, OPERATORS)
 
-    def _judge_loss(self, findings: StepFindings, call: Watched, batch: StepBatch) -> bool:
-        """Add the causes in what a call was trained on; return whether the gradient of its logits was seen."""
-        reading = read_loss(call.forwards, batch)
-        if reading is not None:
-            judge_loss(findings, batch, reading, self.clip.share, self.ours.config.eos_token_id)
-        return reading is not None
-
     def _padded(self) -> None:
         """Try a batch in which some targets are -100, which the settings do not have; a step that refuses it is not faulty."""
         batch, own = self._batch(50, padded=True), StepFindings(self._places)
         with suppress(InputError):
             (call,), _ = self.subject.session([batch])
-            self._judge_loss(own, call, batch)
+            judge_loss(own, call, batch, self.clip.share, self.ours.config.eos_token_id)
         for cause in (cause for cause in own.causes if cause.id in PADDED):
             self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
 

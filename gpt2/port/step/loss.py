@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.watching import Forward
+from gpt2.port.step.watching import Forward, Watched
 
 IGNORED = -100  # a target that is not trained on
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
@@ -115,8 +115,12 @@ def _free_numbers(wanted: Tensor, at: Tensor, label: int) -> tuple[tuple[float, 
     return (float(smoothed / weight), 1.0), (0.0, float(log @ x / (x @ x)))
 
 
-def judge_loss(findings: StepFindings, batch: StepBatch, reading: LossReading, factor: float, end_of_text: int | None) -> None:
-    """Add the causes in one reading of the loss; ``factor``: what the step multiplies its gradient by before the update."""
+def judge_loss(findings: StepFindings, call: Watched, batch: StepBatch, factor: float, end_of_text: int | None) -> None:
+    """Add the causes in what a call was trained on; ``factor``: what the step multiplies its gradient by before the update."""
+    if (reading := read_loss(call.forwards, batch)) is None:
+        words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
+        findings.leave_open("loss", words)
+        return
     right = torch.where(batch.targets >= 0, 1 / int((batch.targets >= 0).sum()), 0.0).double()
     same = (reading.labels == batch.targets) | (reading.weights == 0)
     square = torch.where(same, (reading.weights - right) ** 2, reading.weights**2 + right**2).sum()
