@@ -96,8 +96,8 @@ def test_imports_inside_port_go_leftwards_only() -> None:
 @pytest.mark.parametrize(
     ("place", "source", "found"),
     [
-        ("fits/linear.py", "from gpt2.port.search.walk import search", {"search"}),
-        ("fits/linear.py", "def f():\n    from gpt2.port import dump", {"dump"}),
+        ("fits/affine.py", "from gpt2.port.search.walk import search", {"search"}),
+        ("fits/affine.py", "def f():\n    from gpt2.port import dump", {"dump"}),
         (
             "graph.py",
             "from gpt2.port.terms.places import Place\nfrom gpt2.port.alternatives.masks import lengths",
@@ -108,6 +108,7 @@ def test_imports_inside_port_go_leftwards_only() -> None:
 )
 def test_a_planted_import_to_the_right_is_seen(place: str, source: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control."""
+    assert (PACKAGE / "port" / place).exists()
     monkeypatch.setitem(globals(), "imports", imports.__wrapped__)
     monkeypatch.setitem(globals(), "tree_of", lambda path: ast.parse(source))
     assert misled(PACKAGE / "port" / place, PORT, 2) == found

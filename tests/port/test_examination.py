@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from types import MethodType
 
 import numpy as np
@@ -70,6 +71,17 @@ def test_a_dropout_made_by_hand_is_named_and_hides_no_other_cause(name: str, mod
 
     found = diagnose(port(model, layer), model)
     assert {cause.id for cause in found.causes} == {"dropout-active", "gelu-variant"}, found.table()
+
+
+def test_a_feed_forward_as_wide_as_the_stream_does_not_hold_every_dropout() -> None:
+    """A dropout behind no product, of a value that is not GPT-2's, was one inside the feed-forward."""
+    config = replace(SMALL, n_inner=SMALL.n_embd)
+    model = checkpoint(config).float()
+    module = PORTS["nano"].build(config)
+    PORTS["nano"].fill(module, model.state_dict())
+    module.transformer["drop"].forward = lambda x: F.dropout(x * math.sqrt(config.n_embd), 0.1)
+    found = diagnose(module.eval(), model)
+    assert {cause.id for cause in found.causes} == {"dropout-active", "embedding-scaled"}, found.table()
 
 
 @pytest.mark.slow

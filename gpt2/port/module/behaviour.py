@@ -152,9 +152,9 @@ class Behaviour:
             pool.add(value, name)
         matches = [pool.find(one.value.to("cpu", torch.float64)) for one in mode.dropouts]
         points = ["" if match is None else named[match.entries[0]][0] for match in matches]
-        hidden = self.config.inner if self.config.inner != self.config.n_embd else 0
+        hidden = {self.config.inner} - {self.config.n_embd}  # no width of its own says nothing
         sizes = ((*one.value.shape[-1:], one.after) for one in mode.dropouts)  # of what is dropped, and of the sums before it
-        inside = all(".mlp." in at if at else hidden in size for at, size in zip(points, sizes, strict=True))
+        inside = all(".mlp." in at if at else not hidden.isdisjoint(size) for at, size in zip(points, sizes, strict=True))
         places = [Place.of(point) for point in points if point]
         places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in places]
         count = f"{len(mode.dropouts)} dropouts ran in eval mode" if len(mode.dropouts) > 1 else "one dropout ran in eval mode"
