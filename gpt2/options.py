@@ -17,8 +17,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 def option(help: str, metavar: str | None = None, default: Any = None, **how: Any) -> Any:
     """Return a field that is ``--name`` on the command line. Its type says how it is read; a tuple is given again and again.
 
-    ``how``: argparse's ``choices``, the ``least`` of a number, a ``group`` of which one is given, or ``placed``, an argument
-    without a name, of which a tuple takes the rest. A field that is made otherwise is a keyword of the function alone.
+    ``how``: argparse's ``choices``, the ``least`` of a number, or ``placed``, an argument without a name, of which a tuple takes
+    the rest. A field that is made otherwise is a keyword of the function alone.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar, **how})
 
@@ -67,7 +67,6 @@ def help_of(each: "Field[Any]") -> str:
 
 def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
     """Add each field to a parser. What it parses holds only what was given; :func:`read` knows the defaults."""
-    groups: dict[str | None, Any] = {None: parser}
     for each in sorted(fields(settings), key=lambda each: each.name == "json"):
         if "help" not in each.metadata:
             continue
@@ -86,9 +85,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
             continue
         if several:
             how["action"] = "append"
-        group = each.metadata.get("group")
-        into = groups[group] = groups.get(group) or parser.add_mutually_exclusive_group()
-        into.add_argument(flag_of(each), dest=each.name, required=not optional, **how)
+        parser.add_argument(flag_of(each), dest=each.name, required=not optional, **how)
 
 
 def read(settings: type[S], given: argparse.Namespace) -> S:

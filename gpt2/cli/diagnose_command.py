@@ -113,15 +113,14 @@ def run(args: DiagnoseSettings) -> int:
     from gpt2.devices.run import verify_device
     from gpt2.pages.reports import Interrupted
 
-    code = None
     try:
         with Status(f"judging {where}") as status:
             device = verify_device(args.model, where, **given, progress=status)
+        code = int(not (diagnosis.ok and device.ok))
     except InputError:  # too little memory there, for example; the diagnosis took minutes
         finish(args, diagnosis, diagnosis.table(width))
         raise
     except Interrupted as interrupted:
         device, code = interrupted.report, 130
     joined = {**json.loads(diagnosis.to_json()), "device": json.loads(device.to_json())}
-    code = int(not (diagnosis.ok and device.ok)) if code is None else code
     return finish(args, joined, f"{diagnosis.table(width)}\n{device.table(width)}", code)

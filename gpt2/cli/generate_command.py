@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpt2.cli.common import ModelSettings, finish, note
+from gpt2.data.files import decoded
 from gpt2.errors import InputError, require_memory
 from gpt2.options import device_option, option, pick, seed_option
 from gpt2.pages.streams import Status, nobody_reads, say
@@ -191,8 +192,6 @@ def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
     if prompts:
         yield from map(_text, prompts)
         return
-    from gpt2.data.files import decoded
-
     asks, line = sys.stdin.isatty(), b"\n"
     while line:
         if line.strip():
@@ -205,6 +204,4 @@ def _questions(prompts: tuple[str, ...]) -> Iterator[str]:
 
 
 def _text(prompt: str) -> str:
-    from gpt2.data.files import decoded
-
     return decoded(sys.stdin.buffer.read(), "--prompt -") if prompt == "-" else prompt

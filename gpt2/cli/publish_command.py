@@ -2,7 +2,7 @@
 
 import sys
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from gpt2.cli.common import finish, listed
 from gpt2.errors import InputError, printable, size
@@ -28,10 +28,11 @@ exit code: 0 published (or --dry-run), 1 the Hub stored other bytes, 2 bad input
 class PublishSettings(Command):
     directory: str = argument("the model's folder", "DIR")
     repo: str = argument("OWNER/NAME on the Hub; created if it does not exist", "REPO")
-    private: bool = option("only you can see it (the default)", default=False, group="visible")
-    public: bool = option("everybody can see it", default=False, group="visible")
+    private: bool = option("only you can see it (the default)", default=False)
+    public: bool = option("everybody can see it", default=False)
     dry_run: bool = option("show what would be sent; change nothing, make no request", default=False)
     yes: bool = option("do not ask", default=False)
+    WITHOUT_EFFECT: ClassVar = {"private": ("public",)}
 
 
 def run(args: PublishSettings) -> int:

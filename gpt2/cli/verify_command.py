@@ -2,11 +2,9 @@
 
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.cli.common import ModelSettings, finish
-from gpt2.errors import printable
 from gpt2.options import device_option, option, pick
 from gpt2.pages.streams import Status
 from gpt2.parity.settings import VerifySettings
@@ -64,17 +62,30 @@ def run(args: VerifyOptions) -> int:
 def _live(status: Status) -> "Iterator[tuple[Callable[[str], None], Callable[[Report], None]]]":
     """Yield what takes a stage, and the report so far: both are shown on the terminal (stderr), and erased at the end."""
     from rich.live import Live
-    from rich.text import Text
 
     from gpt2.pages.terminal import Terminal
 
-    seen: dict[str, Any] = {"stage": "", "report": None}
+    stage: str = ""
+    report: Report | None = None
+
+    def say(current: str) -> None:
+        nonlocal stage
+        stage = current
+        if report is None:
+            status(stage)
+
+    def show(so_far: "Report") -> None:
+        nonlocal report
+        if report is None:
+            status.clear()
+            live.start()
+        report = so_far
 
     def drawn() -> "RenderableType":
-        if seen["report"] is None:
-            return Text(f"{printable(seen['stage'], one_line=True)} …", no_wrap=True, overflow="ellipsis")
-        return cast("Report", seen["report"]).so_far(seen["stage"], live.console.height)
+        return "" if report is None else report.so_far(stage, live.console.height)
 
-    status.clear()
-    with Live(console=Terminal(stderr=True), transient=True, get_renderable=drawn) as live:  # four times a second
-        yield partial(seen.__setitem__, "stage"), partial(seen.__setitem__, "report")
+    live = Live(console=Terminal(stderr=True), transient=True, get_renderable=drawn)  # four times a second
+    try:
+        yield say, show
+    finally:
+        live.stop()
