@@ -65,6 +65,12 @@ class Explainer:
             base = self.reached = part
         return None
 
+    def changed_behind(self, last: Trial) -> Trial | None:
+        """Return a right block with its result as what follows it shows that, changed behind the sum; None if nothing does."""
+        some = (self.blocks.tried(last, one) for one in self.inner if not last.edits and set(one.edits) == {""})
+        shown = (one for one in some if one is not None and self.blocks.shown_behind(one.layer, one.state[""]))
+        return min(shown, key=_likelihood, default=None)
+
     def _with_known(self, base: Trial) -> Iterator[Trial]:
         """Yield a block with the faults of each earlier block, which may hide one another."""
         for earlier in self.blocks.known:

@@ -112,6 +112,7 @@ class Search:
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
+        self.last: Trial | None = None  # the block that is settled
         self.finished = False  # the logits follow from a stream before the last block
 
     def run(self) -> Walked:
@@ -235,16 +236,23 @@ class Search:
         base = self.blocks.block(expected, x) if expected < self.layers else None
         if base is not None and self.blocks.goes_on(base):
             return base
-        if base is None or base.seen.keys().isdisjoint(FIRST[1:]):  # another block may run, or none
+        entered = base is not None and not base.seen.keys().isdisjoint(FIRST[1:])
+        if not entered:  # another block may run, or none
             for layer in range(self.layers):
                 other = self.blocks.block(layer, x) if layer != expected else None
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
                     return other if self.blocks.goes_on(other) else self.explainer.explained(other)
             self.finished = self.ending.explained(x, fitted=base is None or len(self.ran) >= self.layers)
-        if base is None or self.finished:
+        if self.finished:
             return None
-        before, self.lost = self.lost, self.lost or self._missing(base)  # where the budget may end
-        if (trial := self.explainer.explained(base)) is not None:
+        trial, before = None, self.lost
+        if base is not None:
+            self.lost = before or self._missing(base)  # where the budget may end
+            trial = self.explainer.explained(base)
+        if trial is None and not entered and self.last and (trial := self.explainer.changed_behind(self.last)):
+            for each in (self.ran, self.blocks.states, self.blamed.ties):  # it is settled anew
+                each.pop()
+        if base is None or trial is not None:
             self.lost = before
             return trial
         if self.explainer.of_module:  # its numbers fit by no chance
@@ -274,7 +282,7 @@ class Search:
 
     def _settle(self, trial: Trial) -> None:
         """Take a block as a trial computes it."""
-        number = len(self.ran)
+        number, self.last = len(self.ran), trial
         self.ran.append(trial.layer)
         self.blocks.states.append(trial.state)
         self.observation.take(trial.seen.values())
