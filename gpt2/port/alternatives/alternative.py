@@ -1,4 +1,4 @@
-"""What a program may do in place of GPT-2: an alternative replaces formulas of the graph, under the id of a cause.
+"""What a program may do in place of GPT-2: an alternative replaces formulas of the graph; a schedule reads a text in calls.
 
 A fault has one place in the code: a line of a table in a file beside this one, or a function there that :func:`family` marks.
 How a text is read in calls is a factor of its own: :func:`scheduled` makes of any alternative one that is seen in such calls.

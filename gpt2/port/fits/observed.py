@@ -1,4 +1,4 @@
-"""An array that may be the result of an operator, with its rounding; and regressions on it.
+"""An array that may be the result of an operator, with its rounding; regressions on it, and the dropout that it shows.
 
 Shapes: the result is laid out as the stage's own value, (B, T, D), (B, H, T, K) or (B, H, T, T); ``rows`` (B, T) are the tokens
 at which it is not GPT-2's.

@@ -1,4 +1,4 @@
-"""A recorded forward pass: which elements each operator computed, and from which other elements.
+"""A recorded forward pass, and the graph it is built in: which elements each operator computed, and from which other ones.
 
 Every element of a parameter or buffer, every token id and every computed element has a number, its id. Views, slices and copies
 keep the ids. Nothing depends on names or module types. :mod:`.recorder` makes recordings.
