@@ -168,14 +168,9 @@ def test_an_unknown_wiring_is_located() -> None:
 
 @pytest.mark.parametrize(
     ("change", "cause"),
-    [
-        (torch.relu, ("gelu-variant", "h.1")),
-        (lambda x: F.layer_norm(x, x.shape[-1:]), ("extra-norm", "h.1.mlp")),
-    ],
+    [(torch.relu, ("gelu-variant", "h.1")), (lambda x: F.layer_norm(x, x.shape[-1:]), ("extra-norm", "h.1.mlp"))],
 )
-def test_what_changes_a_right_result_behind_its_block_is_named(
-    change: Callable[[Tensor], Tensor], cause: tuple[str, str]
-) -> None:
+def test_what_changes_a_block_s_result_behind_it_is_named(change: Callable[[Tensor], Tensor], cause: tuple[str, str]) -> None:
     """A module with a hook on a block, whose own sum is right: nothing was named, or a fault of the next block."""
     result = walked(block=lambda port, x, n: change(Port.do_block(port, x, n)) if n == 1 else Port.do_block(port, x, n))
     assert (causes_of(result), result.explained, result.blocks) == ([cause], True, (0, 1, 2))
