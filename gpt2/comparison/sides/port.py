@@ -61,7 +61,8 @@ class PortSide(Side):
             raise InputError(f"{call}; compare it with a MODEL, or write a function of nothing that loads your own weights")
         path = getattr(self.beside, "path", temporary)
         if not (path / "config.json").is_file():
-            path = save(self.beside.load(), self.beside.own_tokenizer(), temporary / "checkpoint")
+            tokenizer = next(side.tokenizer for side in self.sides if side.checkpoint is self.beside)
+            path = save(self.beside.load(), tokenizer, temporary / "checkpoint")
         return str(path)
 
     def held(self) -> ModuleCheckpoint:

@@ -257,6 +257,8 @@ def test_a_port(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "no list of" in flat.compatibility.impossible["activations"]
     assert flat.distributions.kl_ab.max < 1e-9
     assert (sys.argv, sys.path) == (argv, path)
+    reads = port(tmp_path / "reads.py", "gpt2.load_tokenizer(folder)")  # it was not in the folder of a model in memory
+    assert compare(gpt2.load(model), reads, on=text, tokens=24).distributions.kl_ab.max < 1e-9
     assert "compare it with a" in refusal(compare, same, same, on=text, tokens=20)
     assert "--blame puts parts of B into A" in refusal(compare, model, same, on=text, tokens=20, blame=True)
 
@@ -266,6 +268,8 @@ BROKEN = {
     "def build():\n    return 1 / 0\n": "ZeroDivisionError.*gpt2 diagnose .* finds out why",
     "import no_such_module\n": r"No module named 'no_such_module'; the file does not import; mend it \(python port\.py shows",
     "def build():\n    return bytearray(2**62)\n": "memory does not suffice: choose a smaller model",
+    "def build():\n    raise GeneratorExit\n": "build: GeneratorExit; gpt2 diagnose",  # is no Exception
+    "class Mute(Exception):\n    def __str__(self): raise self\ndef build():\n    raise Mute\n": "build: Mute; gpt2 diagnose",
 }
 
 
