@@ -103,7 +103,9 @@ class TraceSide(Side):
                 raise ValueError("its activations are not of its tokens")
         by = f"{side.get('implementation', 'float64')}, saved by gpt2-toolkit {about['version']}" if about else "another program"
         dtype, parameters = side.get("dtype", side.get("stored", "")), config.num_parameters() if config else None
-        model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), side.get("files", {}))
+        if not isinstance(files := side.get("files", {}), dict) or not all(isinstance(each, str) for each in files.values()):
+            raise ValueError("its side's files are not names, each with a hash")
+        model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), files)
         passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
         return cls(name, model, rows, passage, traced, config)
 
