@@ -199,9 +199,10 @@ def _classify(
     losses, right, answers = list[float](), list[bool](), list[str]()
     names = model.classifier.classes if model.classifier else names
     for number, (text, (label, *_)) in enumerate(cases, 1):
-        ids, known = tokenizer.encode_prompt(text)[: model.context], {str(n): n for n in range(len(names))}
-        index = (known | {name: n for n, name in reversed([*enumerate(names)])}).get(label.strip())  # a name, or a number
-        if index is None or not ids:
+        ids, own = tokenizer.encode_prompt(text)[: model.context], label.strip()
+        number_of = int(own) if own.isdecimal() and len(own) < 20 else len(names)
+        index = names.index(own) if own in names else number_of
+        if index >= len(names) or not ids:
             why = f"the label {label!r} is no class of {model.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")
         if model.classifier:

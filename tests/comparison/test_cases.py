@@ -156,7 +156,7 @@ def test_classifiers_are_compared_on_labelled_texts(
     labels = [label if number % 4 else other[label] for number, label in enumerate(of_one)]
     file = tmp_path / "labelled.jsonl"
     lines = [
-        {"text": each, "label": label if number % 2 else int(label == "harsh")}
+        {"text": each, "label": (label, int(label == "harsh"), f"0{int(label == 'harsh')}")[number % 3]}
         for number, (each, label) in enumerate(zip(TEXTS, labels, strict=True))
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -175,10 +175,11 @@ def test_classifiers_are_compared_on_labelled_texts(
     plain = compare(sides[0], one, on=text, tokens=40, cases=str(file))  # a model without a head: the likelier label
     by_hand = [max(("kind", "harsh"), key=lambda name: probability(sides[0], each, name)) for each in TEXTS[:3]]
     assert [case.answer_a for case in plain.cases.cases[:3]] == by_hand
-    file.write_text(json.dumps({"text": "a", "label": "rude"}))
-    assert f"the label 'rude' is no class of {one}: kind, harsh" in refusal(
-        compare, one, two, on=text, tokens=40, cases=str(file)
-    )
+    for label in ("rude", "2", "9" * 5000):
+        file.write_text(json.dumps({"text": "a", "label": label}))
+        said = refusal(compare, one, two, on=text, tokens=40, cases=str(file))
+        assert f"the label '{label[:9]}" in said
+        assert f"is no class of {one}: kind, harsh" in said
 
 
 @pytest.mark.parametrize(
@@ -187,7 +188,9 @@ def test_classifiers_are_compared_on_labelled_texts(
         ("none.jsonl", None, "give a .jsonl, .csv or .parquet file with the fields prompt and expected"),
         ("empty.jsonl", "\n", "holds no case"),
         ("labels.jsonl", '{"text": "a", "label": " "}\n', "labels.jsonl:1: a case needs prompt and expected, or"),
+        ("labels.jsonl", '{"text": "a", "label": ""}\n', "its label is empty"),
         ("texts.jsonl", '{"text": "", "label": "b"}\n', "its text is empty"),
+        ("", None, "--cases {path}: give a .jsonl, .csv or .parquet file"),  # a folder
         ("fields.jsonl", '{"q": "a", "a": "b"}\n', "it has q, a; --set data.prompt=NAME and --set data.field=NAME name others"),
         ("nothing.jsonl", '{"prompt": "a", "expected": null}\n', "nothing.jsonl:1: a case needs prompt and expected, or"),
         ("line.jsonl", '{"prompt": "a", "expected": "b"}\n{\n', "line.jsonl:2: not JSON"),
@@ -196,7 +199,7 @@ def test_classifiers_are_compared_on_labelled_texts(
 def test_a_bad_file_is_one_line(name: str, content: str | None, says: str, tmp_path: Path) -> None:
     if content is not None:
         (tmp_path / name).write_text(content)
-    assert says in refusal(read_cases, str(tmp_path / name))
+    assert says.format(path=tmp_path / name) in refusal(read_cases, str(tmp_path / name))
 
 
 def test_fields_of_training_numbers_and_several_right_answers(
