@@ -97,9 +97,12 @@ class _Mixed:
     """
 
     def __init__(self, config: GPT2Config, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
-        self.model, self.a, self.b, self.head, self.blocks_run = GPT2(config, initialise=False).eval(), a, b, head_name(a), 0
-        self.stages = [["wte.weight", "wpe.weight"], *([name for name in a if layer(name) == n] for n in range(config.n_layer))]
-        self.until = [frozenset(b) & {*itertools.chain(*self.stages[: n + 1])} for n in range(len(self.stages))]
+        self.model = GPT2(config, initialise=False).eval()
+        self.a, self.b = a, b
+        self.head = head_name(a)
+        self.blocks_run = 0
+        self.stages = [["wte.weight", "wpe.weight"], *(list(own) for n, own in itertools.groupby(a, layer) if n is not None)]
+        self.until = [*itertools.accumulate((b.keys() & {*names} for names in self.stages), set[str].union)]
 
     def start(self, ids: Tensor) -> None:
         """Take the next ids (B, T) and forget the streams of the last ones."""
@@ -108,26 +111,27 @@ class _Mixed:
     def _read(self, name: str, taken: frozenset[str]) -> Tensor:
         return self.b[name] if name in taken else self.a[name]
 
-    def _stream(self, taken: frozenset[str], stage: int) -> Tensor:
-        """Return the residual stream (B, T, D) behind a stage; where nothing or all of b is taken so far, it is kept."""
-        own = taken & self.until[stage]
-        if (stage, own) in self.streams:
-            return self.streams[stage, own]
-        read = [self._read(name, taken) for name in self.stages[stage]]
-        if stage == 0:
-            x = read[0][self.ids] + read[1][: self.ids.size(1)]
-        else:
-            self.blocks_run += 1
-            names = [name.removeprefix(f"h.{stage - 1}.") for name in self.stages[stage]]
-            before = self._stream(taken, stage - 1)
-            x = functional_call(self.model.h[stage - 1], dict(zip(names, read, strict=True)), (before,))
-        if own in (frozenset(), self.until[stage]):
-            self.streams[stage, own] = x
+    def _stream(self, taken: frozenset[str]) -> Tensor:
+        """Return the residual stream (B, T, D) behind the last block; where nothing or all of b is taken so far, it is kept."""
+        x = torch.empty(0)
+        for stage, names in enumerate(self.stages):
+            own = taken & self.until[stage]
+            if (stage, own) in self.streams:
+                x = self.streams[stage, own]
+                continue
+            read = {name.removeprefix(f"h.{stage - 1}."): self._read(name, taken) for name in names}
+            if stage == 0:
+                x = read["wte.weight"][self.ids] + read["wpe.weight"][: self.ids.size(1)]
+            else:
+                self.blocks_run += 1
+                x = functional_call(self.model.h[stage - 1], read, (x,))
+            if own in (frozenset(), self.until[stage]):
+                self.streams[stage, own] = x
         return x
 
     def logits(self, taken: frozenset[str]) -> Tensor:
         """Return logits (B, T, V) of a with b's parameters ``taken``."""
-        x, config = self._stream(taken, len(self.stages) - 1), self.model.config
+        x, config = self._stream(taken), self.model.config
         norm = self._read("ln_f.weight", taken), self._read("ln_f.bias", taken)
         return F.linear(F.layer_norm(x, x.shape[-1:], *norm, config.layer_norm_epsilon), self._read(self.head, taken))
 
