@@ -141,6 +141,19 @@ def test_a_float32_softmax_would_not_have_them():
     assert ((p.exp() * (p - q)).sum(1) / pair(a, b).kl_ab - 1).abs().max() > 1e-2
 
 
+def test_small_divergences_over_large_vocabularies_have_their_digits():
+    """The logs of two sums of 50,257 exponentials are 10.8 each, so their plain difference has a rounding error of that size."""
+    shifts, (a, b) = (1e-6, -2e-6, 3e-6, 1e-5), torch.zeros(2, 4, 50257).double()
+    b[:, :25000] = torch.tensor(shifts)[:, None]
+    for got, shift in zip(divergences(pair(a, b)).T.tolist(), map(Decimal, b[:, 0].tolist()), strict=True):
+        with localcontext() as context:
+            context.prec, part = 60, Decimal(25000) / 50257
+            log = (1 + part * (shift.exp() - 1)).ln()
+            kl_ab, kl_ba = log - part * shift, part * (shift - log).exp() * shift - log
+        assert got[:2] == pytest.approx([float(kl_ab), float(kl_ba)], abs=5e-16)
+        assert got[2] == pytest.approx(float(kl_ab + kl_ba) / 8, rel=1e-3, abs=2e-16)
+
+
 def test_logits_of_minus_infinity():
     """0 log 0 is 0, and p log(p / 0) is infinite: neither is NaN, and JS is at most log 2."""
     a = torch.tensor([[0.0, 1.0, -INF, 2.0], [-INF, -INF, 0.0, 0.0], [1.0, 2.0, 3.0, -INF], [1.0, 2.0, 3.0, -INF]])

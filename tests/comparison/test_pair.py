@@ -303,9 +303,8 @@ def test_models_in_memory_are_compared_as_their_files_are(
         assert {*asked} == {offline}
         asked.clear()
     gc.disable()
-    gpt2.compare(model, tuned, **where)
-    gc.enable()
-    assert [side() for side in kept[-2:]] == [
-        None,
-        None,
-    ]  # the copies of models stayed until Python looked for circles
+    try:
+        gpt2.compare(model, tuned, **where)
+    finally:
+        gc.enable()
+    assert [side() for side in kept[-2:]] == [None] * 2  # the copies of models stayed until Python looked for circles
