@@ -58,7 +58,8 @@ def test_transformers_opens_it_unedited(tmp_path: Path, config: GPT2Config, dtyp
     assert theirs.lm_head.weight is theirs.transformer.wte.weight
     for field in dataclasses.fields(config):
         assert getattr(theirs.config, field.name) == getattr(config, field.name)
-    assert theirs.generation_config.eos_token_id == config.eos_token_id
+    told = theirs.generation_config.eos_token_id, theirs.generation_config.bos_token_id, raw["model_type"]
+    assert told == (config.eos_token_id, config.bos_token_id, "gpt2")
     if dtype == torch.float64:
         ids = torch.arange(12).reshape(2, 6) * 5
         theirs.set_attn_implementation("eager")
