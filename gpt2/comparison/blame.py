@@ -113,7 +113,6 @@ class _Mixed:
 
     def _stream(self, taken: frozenset[str]) -> Tensor:
         """Return the residual stream (B, T, D) behind the last block; where nothing or all of b is taken so far, it is kept."""
-        x = torch.empty(0)
         for stage, names in enumerate(self.stages):
             own = taken & self.until[stage]
             if (stage, own) in self.streams:

@@ -76,7 +76,10 @@ class Cases:
     contains_a: Estimate | None
     contains_b: Estimate | None
 
-    lost = property(lambda self: len(self.by_kind["lost"]))  # how many A has right and B wrong
+    @property
+    def lost(self) -> int:
+        """How many A has right and B wrong."""
+        return len(self.by_kind["lost"])
 
     @property
     def by_kind(self) -> dict[str, list[Case]]:
@@ -200,8 +203,7 @@ def _classify(
     names = model.classifier.classes if model.classifier else names
     for number, (text, (label, *_)) in enumerate(cases, 1):
         ids, own = tokenizer.encode_prompt(text)[: model.context], label.strip()
-        number_of = int(own) if own.isdecimal() and len(own) < 20 else len(names)
-        index = names.index(own) if own in names else number_of
+        index = names.index(own) if own in names else int(own) if own.isdecimal() and len(own) < 20 else len(names)
         if index >= len(names) or not ids:
             why = f"the label {label!r} is no class of {model.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -219,8 +219,8 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
 
 def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:
     """Find which parts of b's weights carry the difference from a."""
-    how: Any = {"vocab": min(a.vocab, b.vocab), "seed": settings.seed, "progress": settings.progress}
-    return find_blame(*_shared(a, b), passage.ids, passage.windows, **how)
+    vocab, seed = min(a.vocab, b.vocab), settings.seed
+    return find_blame(*_shared(a, b), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=settings.progress)
 
 
 def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read, Read]:

@@ -286,10 +286,7 @@ def test_models_in_memory_are_compared_as_their_files_are(
         (text, model): "reads like a text",
         ("twelfth-night", model): "reads like a text",
         (("one text", "another"), model): "was given tuple; texts are read as",
-        (
-            torch.arange(4),
-            model,
-        ): "was given Tensor; texts are read as on='my.jsonl', one {\"text\": ...} a line; ids of",
+        (torch.arange(4), model): "was given Tensor; texts are read as on='my.jsonl', one {\"text\": ...} a line; ids of",
         (torch.nn.Linear(2, 2), model): "gpt2.checkpoint_of(module).load()",
     }.items():
         assert says in refusal(compare, *wrong)

@@ -77,7 +77,6 @@ class EngineSide(Side):
     files = property(lambda self: {path.name: path for path in self.parts})
     size = property(lambda self: sum(path.stat().st_size for path in self.parts))
     folder = property(lambda self: self.path if self.path.is_dir() else self.path.parent)
-
     parts = property(lambda self: (self.path,))  # the files of the model
 
     @abstractmethod
