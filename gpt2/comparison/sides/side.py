@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -107,11 +107,11 @@ class Side(ABC):
     seconds: float = 0.0  # in forward passes
     inputs: int = 0  # tokens that it was run on
     unnamed: float = 0.0  # the sum of what it gave to rows without a token
-    speed = property(lambda self: self.inputs / self.seconds if self.seconds else math.nan)  # tokens a second
-    n_positions = property(lambda self: self.config.n_positions if self.config else None)  # the most tokens that it predicts from
-    vocab_size = property(lambda self: self.config.vocab_size if self.config else None)  # logits at each place, padding included
-    context = property(lambda self: self.n_positions or DEFAULT_CONTEXT)
-    answers = property(lambda self: Shown.LOGITS in self.shows and self.recording is None)  # for any ids
+    speed = cast(float, property(lambda self: self.inputs / self.seconds if self.seconds else math.nan))  # tokens a second
+    n_positions = cast(int | None, property(lambda self: self.config and self.config.n_positions))  # at most read at once
+    vocab_size = cast(int | None, property(lambda self: self.config and self.config.vocab_size))  # logits a place, with padding
+    context = cast(int, property(lambda self: self.n_positions or DEFAULT_CONTEXT))
+    answers = cast(bool, property(lambda self: Shown.LOGITS in self.shows and self.recording is None))  # for any ids
 
     def ask(self, call: Callable[[], T], advice: str = "") -> T:
         """Return what another program, or the user's code, answers.
