@@ -33,32 +33,12 @@ for home, names in ((os, calls), (signal, signals)):
 del faulthandler.register
 shutil._use_fd_functions = False
 """
-SETTINGS = {
-    **{
-        "steps": 2,
-        "eval_every": 1,
-        "save_every": 1,
-        "context": 16,
-        "batch_size": 1,
-        "sample_tokens": 4,
-        "data.tokenizer": "chars",
-    },
-    **{"eval_tokens": 64, "model.n_layer": 1, "model.n_embd": 16, "model.n_head": 2, "model.n_positions": 16, "optim.warmup": 1},
-}
-TRAIN = [
-    "train",
-    "shakespeare-mini",
-    "--out",
-    "run",
-    "--set=data.path=text.txt",
-    *(f"--set={k}={v}" for k, v in SETTINGS.items()),
-]
+SETTINGS = "steps=2 eval_every=1 save_every=1 context=16 batch_size=1 sample_tokens=4 eval_tokens=64 optim.warmup=1"
+SETTINGS += " data.path=text.txt data.tokenizer=chars model.n_layer=1 model.n_embd=16 model.n_head=2 model.n_positions=16"
+TRAIN = ["train", "shakespeare-mini", "--out", "run", *(f"--set={each}" for each in SETTINGS.split())]
 COMMANDS = [["info"], ["generate", "--max-new-tokens", "3", "--prompt", "O"], TRAIN, TRAIN]
-OTHERS = [
-    ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "16"],
-    ["diagnose", "port.py"],
-    ["verify", "--quick"],
-]
+COMPARE = ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "16"]
+OTHERS = [COMPARE, ["diagnose", "port.py"], ["verify", "--quick"]]
 RUN = """
 import json, sys
 from gpt2.cli.main import main

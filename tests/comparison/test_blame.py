@@ -87,13 +87,6 @@ def test_parts_alone_and_in_order_equal_models_built_by_hand() -> None:
     assert (same.parts, same.halves, same.whole.value) == ((), (), 0)
 
 
-def test_a_model_of_a_thousand_blocks() -> None:
-    """A stream that asks for the one before it, a call a block, ends in a RecursionError."""
-    read = random_model(config := GPT2Config(9, 4, 2, 1000, 1), dtype=torch.float32).get_parameter
-    found = find_blame(config, read, lambda name: read(name) + name.startswith("h.999."), IDS[:5] % 9, Windows(4), vocab=9)
-    assert [part.name for part in found.parts] == ["h.999"]
-
-
 def test_a_quantised_file_and_what_is_kept(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Known answer: one part is sensitive to rounding. Kept as it is (``--keep``), it carries nothing, and the KL falls."""
     base = str(write_checkpoint(tmp_path / "base", n_embd=64))
