@@ -186,7 +186,7 @@ class Report(Printed):
         yield Section(note=dim(here))
         yield self._blocks()
         most = f"{FORWARD_RATIO:g} ({TRAINING_RATIO:g} in training)"
-        ratios = f"Ratios (×) are our error over\nwhat rounding explains, at most {most}."
+        ratios = f"Ratios (×) are our error over what rounding explains, at most {most}."
         yield Section(note=dim(f"Errors are relative to transformers in float64. {ratios} theirs: transformers'.\n"))
         yield self._checks()
         if self.outlier:

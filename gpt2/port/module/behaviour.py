@@ -152,7 +152,7 @@ class Behaviour:
             pool.add(value, name)
         matches = [pool.find(one.value.to("cpu", torch.float64)) for one in mode.dropouts]
         points = ["" if match is None else named[match.entries[0]][0] for match in matches]
-        hidden = {self.config.inner} - {self.config.n_embd}  # no width of its own says nothing
+        hidden = {self.config.inner} - {self.config.n_embd}  # empty if both widths are equal: they then tell nothing
         sizes = ((*one.value.shape[-1:], one.after) for one in mode.dropouts)  # of what is dropped, and of the sums before it
         inside = all(".mlp." in at if at else not hidden.isdisjoint(size) for at, size in zip(points, sizes, strict=True))
         places = [Place.of(point) for point in points if point]

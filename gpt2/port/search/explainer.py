@@ -66,7 +66,7 @@ class Explainer:
         return None
 
     def changed_behind(self, last: Trial) -> Trial | None:
-        """Return a right block with its result as what follows it shows that, changed behind the sum; None if nothing does."""
+        """Return a block that is right, but whose result is changed before the next block reads it; None if no change fits."""
         some = (self.blocks.tried(last, one) for one in self.inner if not last.edits and set(one.edits) == {""})
         shown = (one for one in some if one is not None and self.blocks.shown_behind(one.layer, one.state[""]))
         return min(shown, key=_likelihood, default=None)
