@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from gpt2.checkpoint.loading import load_path, require_device
+from gpt2.checkpoint.checkpoint import open_path
+from gpt2.checkpoint.loading import require_device
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
@@ -220,7 +221,7 @@ def bench(
     current = torch.accelerator.device_index(where.index or None)  # what ``seconds`` waits for
     with current, reference.directory(side.checkpoint, progress) as folder:
         loads: dict[str, Callable[[], Measured]] = {
-            "ours": lambda: Ours(load_path(folder, dtype=side.dtype, device=where, offline=True)),
+            "ours": lambda: Ours(open_path(folder, offline=True).load(side.dtype, where)),
             "transformers": lambda: Transformers(reference.load_reference(folder, theirs).to(where)),
         }
         measure("load to first logits", 0, loads, lambda load: seconds(lambda: load().prefill(x[:, :1])))

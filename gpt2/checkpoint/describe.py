@@ -10,7 +10,7 @@ import torch
 from gpt2.checkpoint.checkpoint import AdaptedCheckpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.loading import rows_note
-from gpt2.checkpoint.names import DEFAULT, EXPORTS, ModelName
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config
@@ -64,7 +64,7 @@ class Description:
 
 def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Description:
     """Read a model's config, file headers and hashes. Raises InputError: no such model. CheckpointError: a bad checkpoint."""
-    checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
+    checkpoint = open_checkpoint(ModelName.parse(name, FLOATS, revision=revision), offline=offline)
     dtype = str(checkpoint.dtype).removeprefix("torch.")
     if not isinstance(checkpoint, StoredCheckpoint):
         return Description(checkpoint.name, None, None, checkpoint.config, dtype, "none", (), (), (), None, {})

@@ -15,7 +15,7 @@ from gpt2.checkpoint.describe import File
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
 from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, tokenizer_file
 from gpt2.checkpoint.loading import require_usable, rows_note
-from gpt2.checkpoint.names import EXPORTS, WEIGHTS, ModelName
+from gpt2.checkpoint.names import FLOATS, WEIGHTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.chat import FILE as CHAT
@@ -137,7 +137,7 @@ def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name:
 def exported_model(source: str | Checkpoint, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
     """Return the model as it is exported, its tokenizer, and notes on differences from the source."""
     if isinstance(source, str):
-        checkpoint = open_checkpoint(ModelName.parse(source, EXPORTS, revision=revision), offline=offline)
+        checkpoint = open_checkpoint(ModelName.parse(source, FLOATS, revision=revision), offline=offline)
     else:
         checkpoint = source
     model = checkpoint.load()

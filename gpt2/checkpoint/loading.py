@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from gpt2.checkpoint.checkpoint import open_checkpoint, open_path, resolve, tokenizer_of
+from gpt2.checkpoint.checkpoint import open_checkpoint, resolve, tokenizer_of
 from gpt2.checkpoint.containers import require_whole_files, whole
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.config import GPT2Config, quoted
@@ -57,11 +56,6 @@ def load(
     device = require_device(device)
     checkpoint = open_checkpoint(parsed, offline=offline)
     return checkpoint.load(device=require_device(device, checkpoint.dtype))
-
-
-def load_path(path: Path, *, dtype: torch.dtype | None = None, device: str | torch.device = "cpu", **opening: Any) -> GPT2:
-    """Load a local directory or file, opened as by :func:`gpt2.checkpoint.checkpoint.open_path`."""
-    return open_path(path, **opening).load(dtype, device)
 
 
 def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:

@@ -32,15 +32,13 @@ LAYOUTS = ((WEIGHTS, INDEX, ".safetensors"), ("pytorch_model.bin", "pytorch_mode
 OLD_LAYOUTS = ("flax_model.msgpack", "tf_model.h5")
 ADAPTED = ("adapter_model.safetensors", "adapter_model.bin")  # a PEFT adapter's, beside ADAPTER
 # Spelling of a dtype -> torch's name.
-FLOATS = {
+FLOATS = {  # which transformers computes in, and other programs' files hold
     **dict.fromkeys(("fp32", "float32", "f32"), "float32"),
     **dict.fromkeys(("bf16", "bfloat16"), "bfloat16"),
     **dict.fromkeys(("fp16", "float16", "f16"), "float16"),
     **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
 }
 RUNS = {**FLOATS, "int8": "int8"}  # dtypes to run a model; int8 quantises the weights on loading (gpt2.int8)
-VERIFIES = FLOATS  # dtypes that transformers computes in
-EXPORTS = FLOATS  # dtypes that other programs' files hold
 
 
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:

@@ -1,12 +1,13 @@
-"""Make a byte-level BPE with GPT-2's own settings: from its vocabulary and merges, or trained on a text."""
+"""Make a byte-level BPE with GPT-2's own settings: from its vocabulary and merges, trained on a text, or of whole words."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from gpt2.config import quoted
-from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, openai_byte_order
+from gpt2.data.byte_level import N_BYTES, PATTERN, Merges, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import refuse_surrogates
@@ -96,3 +97,22 @@ def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
         raise too_few(vocab_size, text, len(merges), "merges")
     tokens = [*openai_byte_order(), *(a + b for a, b in merges), END_OF_TEXT]
     return made_bpe({token: i for i, token in enumerate(tokens)}, merges, [END_OF_TEXT], roles=ends(END_OF_TEXT))
+
+
+def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
+    """Return a tokenizer of the 256 bytes, the most frequent words of two bytes or more, each with the space before it, ties in
+    text order, and the end of text. Other words are encoded as bytes, so bits per byte compare with other models'.
+
+    For the library this is a byte-level BPE without merges that accepts whole pieces. Raises InputError: `vocab_size` below 257,
+    or too few words.
+    """
+    import regex  # also a dependency of tiktoken; `re` does not know \p{L}
+
+    wanted, alphabet = entries_wanted(vocab_size, text), byte_alphabet()
+    counts = Counter(piece for piece in regex.findall(PATTERN, text) if len(piece.encode()) > 1)
+    if len(counts) < wanted:
+        raise too_few(vocab_size, text, len(counts), "different words")
+    words = ("".join(alphabet[byte] for byte in word.encode()) for word, _ in counts.most_common(wanted))
+    tokens = [*openai_byte_order(), *words, END_OF_TEXT]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return made_bpe(vocab, [], [END_OF_TEXT], roles=ends(END_OF_TEXT), ignore_merges=True)

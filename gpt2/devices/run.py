@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import model_with, open_checkpoint
 from gpt2.checkpoint.loading import require_device, require_intact
-from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName
 from gpt2.decoder import Decoder
 from gpt2.devices.judge import Judge
 from gpt2.devices.report import DeviceReport
@@ -50,7 +50,7 @@ def verify_device(
     """
     started = time.perf_counter()
     target = require_device(device)
-    parsed = ModelName.parse(name, VERIFIES, revision=revision)
+    parsed = ModelName.parse(name, FLOATS, revision=revision)
     kinds = tuple(dtypes or (DTYPES if parsed.dtype is None else (getattr(torch, parsed.dtype),)))
     if not set(kinds) <= set(DTYPES):
         raise InputError(f"{name}: a device is judged in float32, bfloat16 or float16; choose one of them, as in gpt2:bf16")

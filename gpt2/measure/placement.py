@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -22,13 +23,10 @@ def placed(model: Model, device: torch.device) -> Model:
     if device.type == "cpu":
         return model
 
-    def arrive(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return tuple(map(_to, args)), {name: _to(value) for name, value in kwargs.items()}
+    def arrive(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(Tensor, lambda x: x.to(device), (args, kwargs))
 
-    def _to(value: Any) -> Any:
-        return value.to(device) if isinstance(value, Tensor) else value
-
-    def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, Tensor):
             return output.cpu()
         output.logits = output.logits.cpu()  # transformers'

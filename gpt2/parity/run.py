@@ -13,7 +13,7 @@ import torch
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.loading import require_intact
-from gpt2.checkpoint.names import DEFAULT, VERIFIES, ModelName, dtype_name
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, dtype_name
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import save, sha256
 from gpt2.damage import ADVICE
@@ -99,8 +99,8 @@ def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = No
 def _verified(name: str, settings: VerifySettings) -> Report:
     progress, build = settings.progress, settings.build
     started = time.perf_counter()
-    parsed = ModelName.parse(name, VERIFIES, revision=settings.revision)
-    rounding = getattr(torch, parsed.dtype or dtype_name(settings.dtype, VERIFIES))
+    parsed = ModelName.parse(name, FLOATS, revision=settings.revision)
+    rounding = getattr(torch, parsed.dtype or dtype_name(settings.dtype, FLOATS))
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=settings.offline)
     progress("sha256 of the files")
     files = {file: sha256(path) for file, path in checkpoint.files().items()}

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.loading import require_device, require_intact
-from gpt2.checkpoint.names import DEFAULT, EXPORTS, FLOATS, ModelName
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import quoted
 from gpt2.errors import InputError
@@ -75,7 +75,7 @@ def trace(
         raise InputError(f"steps is {steps}; give 0 to {MAX_STEPS}")
     optim = arrays.optim_of(settings or {})
     where = None if device is None else require_device(device)
-    checkpoint = open_checkpoint(ModelName.parse(name, EXPORTS, revision=revision), offline=offline)
+    checkpoint = open_checkpoint(ModelName.parse(name, FLOATS, revision=revision), offline=offline)
     batch = _batch(checkpoint, ids, targets, text, tokens, offline)
     copies = gradients + steps
     arrays.require_room(checkpoint.config, batch, copies, kept.itemsize, trains=bool(copies))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.saving import write_file, write_json
 from gpt2.data import Tokenizer
 from gpt2.data.files import read_all
@@ -65,7 +65,7 @@ def load_model(directory: Path) -> GPT2 | Bigram:
     """Load a GPT-2 in float32, or a bigram table, from a checkpoint that has passed its hash check."""
     config = json.loads(read_all(directory / "config.json"))
     if config.get("model_type") != TYPE:
-        return load_path(directory, dtype=torch.float32)
+        return open_path(directory).load(torch.float32)
     model = Bigram(BigramConfig(config["vocab_size"]))
     model.wte.weight.data = load_file(directory / "model.safetensors")["wte.weight"]
     return model

@@ -14,9 +14,10 @@ from support.hf_layouts import TINY, masks, official, prefixed, weights, write_c
 from torch import Tensor
 
 from gpt2 import config as configs
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import TABLE, expected, from_file, layer, to_file
-from gpt2.checkpoint.loading import load, load_path, load_tokenizer
+from gpt2.checkpoint.loading import load, load_tokenizer
 from gpt2.checkpoint.match import match
 from gpt2.errors import InputError
 from gpt2.generation import generate
@@ -127,7 +128,7 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
     """uint8 and bool masks: three generations of transformers wrote three dtypes."""
     truth = weights()
     write_weights(write_config(tmp_path) / "model.safetensors", truth | {key: mask.to(dtype) for key, mask in masks().items()})
-    assert_holds(load_path(tmp_path), truth)
+    assert_holds(open_path(tmp_path).load(), truth)
     assert set(match(open_weights(tmp_path), TINY, tmp_path).dropped) == set(masks())
 
 
@@ -152,14 +153,14 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
 )
 def test_a_buffer_that_is_not_what_it_claims_is_refused(tmp_path: Path, change: Callable, says: str) -> None:
     """A tensor that is dropped unseen may be one that the model computes with: a banded or bidirectional mask makes another."""
-    refused(lambda: load_path(altered(tmp_path, change)), says, str(tmp_path))
+    refused(lambda: open_path(altered(tmp_path, change)).load(), says, str(tmp_path))
 
 
 def test_a_tied_head_of_nan_is_still_tied(tmp_path: Path) -> None:
     """NaN differs from NaN; the checkpoint of a diverged run must still open for inspection."""
     both = ("lm_head.weight", "transformer.wte.weight")
     altered(tmp_path, lambda tensors: [tensors[key].view(-1)[3:4].fill_(float("nan")) for key in both])
-    model = load_path(tmp_path)
+    model = open_path(tmp_path).load()
     assert model.wte.weight.isnan().sum() == 1
     refused(lambda: generate(model, [0], 1), f"{tmp_path}: the logits are not finite numbers", error=InputError)
 
@@ -176,7 +177,7 @@ def test_everything_that_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
         tensors["lm_head.weight"] = torch.ones(61, 11)
 
     refused(
-        lambda: load_path(altered(tmp_path, change)),
+        lambda: open_path(altered(tmp_path, change)).load(),
         "missing: h.0.ln_1.bias, ln_f.bias;",
         "unexpected: ",
         "adapter.weight",
@@ -196,7 +197,7 @@ def test_a_thousand_misfits_are_still_one_short_line(tmp_path: Path) -> None:
     many = {f"{prefix}layers.{n}.weight": torch.zeros(1) for n in range(3000) for prefix in ("", "transformer.")}
     many["wte.weight"] = torch.zeros(1)
     write_weights(tmp_path / "model.safetensors", many)
-    message = refused(lambda: load_path(tmp_path), "and 5,998 more", "--like")
+    message = refused(lambda: open_path(tmp_path).load(), "and 5,998 more", "--like")
     assert len(message) < 900
 
 
@@ -215,11 +216,11 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     for title, faults in wrong.items():
         for fault in faults:
             write_weights(path, truth | {name: fault.contiguous()})
-            refused(lambda: load_path(tmp_path), f"{title}: {name}")
+            refused(lambda: open_path(tmp_path).load(), f"{title}: {name}")
     write_weights(path, {key: value for key, value in truth.items() if key != name})
-    refused(lambda: load_path(tmp_path), f"missing: {name};")
+    refused(lambda: open_path(tmp_path).load(), f"missing: {name};")
     write_weights(path, truth)
-    assert_holds(load_path(tmp_path), truth)
+    assert_holds(open_path(tmp_path).load(), truth)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +253,7 @@ def test_what_the_machine_cannot_hold_is_refused_before_it_is_allocated(tmp_path
     """A config of 10,000 wide layers took memory until the process was killed. Control: a mapped file needs none."""
     official(tmp_path, TINY)
     monkeypatch.setattr("gpt2.errors.machine_memory", lambda: 20_000.0)
-    load_path(tmp_path)
+    open_path(tmp_path).load()
     says = ("its weights in float64", "need about 0.0 GB, this machine has 0.0; leave the dtype out")
     refused(lambda: load(f"{tmp_path}:f64"), *says, error=InputError)
     refused(lambda: GPT2(TINY), "parameters need about", "choose a smaller model", error=InputError)

@@ -9,7 +9,7 @@ from support.checks import PROC, mapped
 from support.hf_layouts import TINY, turned, weights, write_config, write_weights
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.checkpoint import open_path
 
 # A new module's norms are ones and zeros until they are replaced; one view may have two names.
 NO_COPY = ("aten::empty", "aten::fill_", "aten::zero_", "aten::_unsafe_view")
@@ -50,12 +50,12 @@ def test_a_tensor_is_copied_at_most_once(how: str, tmp_path: Path) -> None:
     size = CONFIG.num_parameters()
     dtype = torch.bfloat16 if "converted" in how else torch.float32
     with Copies():  # a first load, for the modules it imports
-        load_path(path.parent, dtype=dtype)
+        open_path(path.parent).load(dtype)
     before = read_so_far()
     idle = read_so_far() - before
     before = read_so_far()
     with Copies() as copies:
-        model = load_path(path.parent, dtype=dtype)
+        model = open_path(path.parent).load(dtype)
     read = read_so_far() - before - idle
     parameters = dict(model.named_parameters())
     in_file = [any(p.data_ptr() in span for span, _ in mapped(path)) for p in parameters.values()]

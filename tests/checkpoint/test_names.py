@@ -7,7 +7,7 @@ import pytest
 from support.commands import refusal
 
 from gpt2.checkpoint.checkpoint import resolve
-from gpt2.checkpoint.names import EXPORTS, RUNS, VERIFIES, ModelName, RandomWeights
+from gpt2.checkpoint.names import FLOATS, RUNS, ModelName, RandomWeights
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_the_parts_of_a_name(name: str, expected: tuple[Any, ...], tmp_path: Pat
 @pytest.mark.parametrize(
     ("name", "beside", "match"),
     [
-        ("gpt2", {"use": VERIFIES, "dtype": "int8"}, "eight bits are for running a model"),
+        ("gpt2", {"use": FLOATS, "dtype": "int8"}, "eight bits are for running a model"),
         ("gpt2@v1:bf16", {"dtype": "fp16"}, "give one of them"),
         ("gpt2@v1:bf16", {"revision": "v2"}, "disagree"),
         ("random:gpt2", {"revision": "v1"}, "random:gpt2 has no revisions"),
@@ -53,7 +53,7 @@ def test_the_parts_of_a_name(name: str, expected: tuple[Any, ...], tmp_path: Pat
 def test_a_name_that_contradicts_itself_or_its_use(name: str, beside: dict[str, Any], match: str) -> None:
     """No file holds int8 weights, and transformers cannot verify them: int8 is for running a model only."""
     assert match in refusal(ModelName.parse, name, **beside)
-    assert ModelName.parse("gpt2@v1:bf16", EXPORTS, dtype="bf16", revision="v1") == ModelName.parse("gpt2@v1:bf16", VERIFIES)
+    assert ModelName.parse("gpt2@v1:bf16", FLOATS, dtype="bf16", revision="v1") == ModelName.parse("gpt2@v1:bf16", FLOATS)
     assert ModelName.parse("gpt2", RUNS, dtype="int8").dtype == "int8"
 
 

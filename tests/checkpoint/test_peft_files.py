@@ -23,7 +23,6 @@ import gpt2
 from gpt2 import GPT2, GPT2Config
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.files import is_adapter
-from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.peft_files import CONFIG, WEIGHTS, save_adapter
 from gpt2.lora import adapters, inject, merged
 
@@ -292,7 +291,7 @@ MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 @pytest.mark.parametrize("how", ["right", *(pytest.param(how, marks=pytest.mark.slow) for how in list(MERGES)[1:])])
 def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(base: Path, adapter: Path, how: str) -> None:
     def build(path: Path, dtype: torch.dtype | None) -> GPT2:
-        model, bare = load_path(path, dtype=dtype), load_path(base, dtype=dtype)
+        model, bare = open_path(path).load(dtype), open_path(base).load(dtype)
         with torch.no_grad():
             weight = model.h[1].attn.c_proj.weight
             weight.copy_(MERGES[how](weight, bare.h[1].attn.c_proj.weight))

@@ -15,7 +15,7 @@ from support.random_models import random_model, write_checkpoint
 from support.summation import ORDERS, summing
 from torch import Tensor, nn
 
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import relative_error
 from gpt2.measure.rounding import FORWARD_RATIO, noisy_results, root_mean_square, rounded_weights, rounding_noise
@@ -134,7 +134,7 @@ def refused(each: Imprecise) -> Report:
     """``verify`` of the embedded model, made imprecise."""
 
     def build(path: Path, dtype: torch.dtype | None) -> GPT2:
-        model = load_path(path, dtype=dtype)
+        model = open_path(path).load(dtype)
         each.apply(model)
         return model
 

@@ -25,7 +25,7 @@ from support.random_models import write_checkpoint
 from torch import nn
 
 import gpt2
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.cli.main import main
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.kv_cache import KVCache
@@ -43,7 +43,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def broken(control: Callable[[GPT2], None]) -> Callable[[Path, torch.dtype | None], GPT2]:
     def build(path: Path, dtype: torch.dtype | None) -> GPT2:
-        model = load_path(path, dtype=dtype)
+        model = open_path(path).load(dtype)
         control(model)
         return model
 
@@ -138,7 +138,7 @@ def test_the_values_decide_whether_a_head_is_tied(tmp_path: Path) -> None:
     state = load_file(tied / "model.safetensors")
     save_file(state | {"lm_head.weight": state["transformer.wte.weight"].clone()}, tied / "model.safetensors", {"format": "pt"})
     for folder, is_tied in ((untied, False), (tied, True)):
-        assert load_path(folder).config.tie_word_embeddings is is_tied
+        assert open_path(folder).load().config.tie_word_embeddings is is_tied
         assert failing(verify(str(folder), quick=is_tied)) == []
 
 
@@ -536,7 +536,7 @@ def test_ctrl_c_leaves_what_was_found(checkpoint: Path, tmp_path: Path, monkeypa
 
 def test_the_models_are_as_before(checkpoint: Path, report: gpt2.Report, built: list[GPT2]) -> None:
     """A walk that leaves float64 weights, gradients or hooks behind would spoil the next one, and take the memory of a model."""
-    fresh = load_path(checkpoint).state_dict()
+    fresh = open_path(checkpoint).load().state_dict()
     for model in built:
         assert all(torch.equal(tensor, fresh[name]) for name, tensor in model.state_dict().items())
         assert all(p.grad is None for p in model.parameters())
@@ -583,7 +583,7 @@ def test_what_transformers_cannot_open_is_verified_all_the_same(tmp_path: Path, 
 
 def test_transformers_counts_padding_unless_it_is_given_positions(checkpoint: Path) -> None:
     """The README says so of this version, and that `diagnose` sees it."""
-    ours, theirs = load_path(checkpoint, dtype=torch.float64), load_reference(checkpoint, torch.float64)
+    ours, theirs = open_path(checkpoint).load(torch.float64), load_reference(checkpoint, torch.float64)
     ids, mask = torch.tensor([[7, 7, 1, 2, 3, 4]]), torch.tensor([[0, 0, 1, 1, 1, 1]])
     with torch.no_grad():
         alone, silently = theirs(ids[:, 2:]).logits, theirs(ids, attention_mask=mask).logits[:, 2:]

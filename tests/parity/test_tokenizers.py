@@ -17,7 +17,6 @@ from tokenizers import normalizers, pre_tokenizers
 import gpt2
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.export import export
-from gpt2.checkpoint.loading import load_path
 from gpt2.cli.main import main
 from gpt2.config import GPT2Config
 from gpt2.data import auto, from_directory
@@ -181,7 +180,8 @@ def test_a_checkpoint_works_throughout(kind: str, tmp_path: Path, capsys: pytest
 def tokens_of(folder: Path) -> Findings:
     """What the first check of verify finds, which needs no model."""
     checkpoint, findings = open_path(folder), Findings(torch.float32)
-    checks.tokens(Subject(checkpoint, folder, load_path, torch.float32, Probe.draw(checkpoint.config, 0), findings))
+    probe = Probe.draw(checkpoint.config, 0)
+    checks.tokens(Subject(checkpoint, folder, open_path, torch.float32, probe, findings))
     return findings
 
 

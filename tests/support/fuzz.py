@@ -25,9 +25,9 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers.gguf_file import GGUFFile, NoTokenizer, tokenizer_of
 from gpt2.checkpoint.files import open_weights
-from gpt2.checkpoint.loading import load_path
 from gpt2.checkpoint.peft_files import read_adapter
 from gpt2.data import from_directory
 from gpt2.errors import InputError
@@ -141,7 +141,7 @@ def victims(folder: Path) -> dict[Path, Read]:
             if isinstance(file, GGUFFile):
                 with contextlib.suppress(NoTokenizer):
                     tokenizer_of(file)
-        mine = load_path(root).state_dict()
+        mine = open_path(root).load().state_dict()
         assert name != "openai" or all_same(mine, {key: truth[key].reshape(t.shape) for key, t in mine.items()})
 
     found: dict[Path, Read] = {path: weights for path in sorted(folder.rglob("*.*")) if path.is_file()}

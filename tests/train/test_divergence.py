@@ -13,7 +13,7 @@ import torch
 from support.commands import refusal
 from support.training import metrics, outcome
 
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.model import GPT2
 from gpt2.train import divergence, feed, loop, state
 from gpt2.train.loop import Diverged, Started, train
@@ -30,7 +30,7 @@ def rewinding(recipe):
 
 
 def finite(folder):
-    return all(p.isfinite().all() for p in load_path(folder).parameters())
+    return all(p.isfinite().all() for p in open_path(folder).load().parameters())
 
 
 @pytest.fixture
@@ -92,7 +92,7 @@ def test_skip_leaves_the_step_out_and_nothing_else(skipping, tmp_path, poison):
     assert finite(tmp_path / "run" / "best")
     poison(*range(4))
     train(replace(skipping, steps=4, dropout=0.0), tmp_path / "all")
-    first, last = (load_path(tmp_path / "all" / name).state_dict() for name in ("best", "step-4"))
+    first, last = (open_path(tmp_path / "all" / name).load().state_dict() for name in ("best", "step-4"))
     assert all(torch.equal(first[name], last[name]) for name in first)
 
 

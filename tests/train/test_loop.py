@@ -14,7 +14,7 @@ import torch
 from support.commands import refusal
 from support.training import metrics, one_step, outcome, stop_at
 
-from gpt2.checkpoint.loading import load_path
+from gpt2.checkpoint.checkpoint import open_path
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.measure.metrics import language_score
@@ -128,7 +128,7 @@ def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
     assert (result.step, result.stopped) == (12, "finished")
     assert all(len(e.sample) == 8 + 4 for e in evaluated)
     # The best model has the score in the metrics: it is neither the last one nor one from before the step.
-    model, tokenizer = load_path(tmp_path / "run" / "best"), from_directory(tmp_path / "run" / "best")
+    model, tokenizer = open_path(tmp_path / "run" / "best").load(), from_directory(tmp_path / "run" / "best")
     ids, lengths = torch.tensor(corpus(recipe).val_ids).long(), torch.ones(tokenizer.n_vocab, dtype=torch.long)
     score = language_score(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
     assert score.loss == result.best_loss < evaluated[0].val.loss

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
-from gpt2.checkpoint.names import RUNS, VERIFIES, ModelName, dtype_name
+from gpt2.checkpoint.names import FLOATS, RUNS, ModelName, dtype_name
 from gpt2.comparison.sides.side import Read, Shown, Side
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
@@ -45,8 +45,8 @@ class CheckpointSide(Side):
     ) -> CheckpointSide:
         """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none."""
         hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
-        default, where = None if dtype is None else dtype_name(dtype, VERIFIES), require_device(device)
-        parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, VERIFIES if hf else RUNS, revision=revision)
+        default, where = None if dtype is None else dtype_name(dtype, FLOATS), require_device(device)
+        parsed = ModelName.parse(name.removeprefix(HF_PREFIX) if hf else name, FLOATS if hf else RUNS, revision=revision)
         checkpoint = open_checkpoint(replace(parsed, dtype=parsed.dtype or default), offline=offline)
         return cls(name, hf, checkpoint, require_device(where, checkpoint.dtype))
 

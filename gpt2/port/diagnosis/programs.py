@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from gpt2.checkpoint.checkpoint import open_checkpoint
-from gpt2.checkpoint.names import VERIFIES, ModelName
+from gpt2.checkpoint.names import FLOATS, ModelName
 from gpt2.errors import InputError, printable
 from gpt2.measure.dumps import SUFFIXES, Dump, read
 from gpt2.measure.metrics import Progress, relative_error, silent
@@ -51,7 +51,7 @@ def diagnose_program(
         raise InputError(f"--run {command!r}: {str(error).lower()}; quote each word as in a shell") from None
     if "{out}" not in command or not ("{ids}" in command or "{text}" in command):
         raise InputError(f"--run {command!r}: name {{out}}, and {{ids}} or {{text}}, as in 'python port.py {{ids}} {{out}}'")
-    checkpoint = open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)
+    checkpoint = open_checkpoint(ModelName.parse(model, FLOATS, revision=revision), offline=offline)
     right, config = checkpoint.load(), checkpoint.config
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as name:
         folder = Path(name)

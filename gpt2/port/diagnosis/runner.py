@@ -63,9 +63,9 @@ def run(
     port = target(text)
     training = None if step is None else target(step, "make_step")
     from gpt2.checkpoint.checkpoint import open_checkpoint
-    from gpt2.checkpoint.names import VERIFIES, ModelName
+    from gpt2.checkpoint.names import FLOATS, ModelName
 
-    open_checkpoint(ModelName.parse(model, VERIFIES, revision=revision), offline=offline)  # download before the timeout begins
+    open_checkpoint(ModelName.parse(model, FLOATS, revision=revision), offline=offline)  # download before the timeout begins
     with tempfile.TemporaryDirectory(prefix="gpt2-diagnose-", ignore_cleanup_errors=True) as name:
         folder, limits = Path(name), {"short": timeout, "whole": timeout * DIAGNOSIS_FACTOR}
         order: dict[str, object] = {"file": str(port.path), "name": port.name, "model": model}

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
-from gpt2.checkpoint.names import VERIFIES, ModelName
+from gpt2.checkpoint.names import FLOATS, ModelName
 from gpt2.errors import InputError, out_of_memory, words_of
 from gpt2.measure.user_code import Target, builder, error_line, error_place, function_of, module_of
 from gpt2.model import GPT2
@@ -83,7 +83,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
 
     try:
         begin("loading")
-        name_of_model = ModelName.parse(order["model"], VERIFIES, revision=order["revision"])
+        name_of_model = ModelName.parse(order["model"], FLOATS, revision=order["revision"])
         checkpoint = open_checkpoint(name_of_model, offline=order["offline"])
         model = checkpoint.load()
         directory = _directory(checkpoint, model, place)
