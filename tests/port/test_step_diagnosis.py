@@ -353,7 +353,7 @@ def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
 
     def read(a: float, b: float):
         sizes = ({"a": 1.0, "b": 1.0}, {"a": a, "b": b})
-        held, used = (Gradient({n: Sampled.of(f * torch.ones(3)) for n, f in some.items()}) for some in sizes)
+        held, used = (Gradient({n: Sampled(f * torch.ones(3)) for n, f in some.items()}) for some in sizes)
         return read_clipping([[Update(held=held, gradient=used)]])
 
     assert "b" in read(0.5, 0.0).odd

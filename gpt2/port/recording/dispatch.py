@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,33 +31,53 @@ NORMAL = {"randn", "randn_like", "normal_", "normal"}
 RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "randperm", "multinomial"}
 
 
-@dataclass(frozen=True)
+class Operator(NamedTuple):
+    """What torch says of an operator, read once: each look at its schema makes the schema anew.
+
+    ``name``: without namespace and overload: "mm", "add_". ``written``: the arguments that it changes. ``composite``: made of
+    others; only inference mode lets such a one reach a dispatch mode.
+    """
+
+    name: str
+    arguments: tuple[str, ...]
+    written: tuple[str, ...]
+    fused: bool
+    composite: bool
+
+
+@cache
+def _operator(func: OpOverload) -> Operator:
+    arguments, key = func._schema.arguments, torch._C.DispatchKey.CompositeImplicitAutograd
+    return Operator(
+        func._schema.name.removeprefix("aten::"),
+        tuple(one.name for one in arguments),
+        tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
+        func._overloadpacket in FUSED_ATTENTION,
+        bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), key)),
+    )
+
+
 class OperatorCall:
-    func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    """A call of an operator that reached a kernel."""
+
+    def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.kind = _operator(func)
+        self.name, self.writes = self.kind.name, bool(self.kind.written)
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
     @property
-    def name(self) -> str:
-        """The operator's name without namespace and overload: "mm", "add_"."""
-        return self.func._schema.name.removeprefix("aten::")
-
-    @property
-    def writes(self) -> bool:
-        """Whether the operator changes one of its arguments."""
-        return self.func._schema.is_mutable
-
-    @property
     def named(self) -> dict[str, Any]:
         """All given arguments, by name."""
-        return dict(zip((argument.name for argument in self.func._schema.arguments), self.args, strict=False)) | self.kwargs
+        return dict(zip(self.kind.arguments, self.args, strict=False)) | self.kwargs
 
     @property
     def inputs(self) -> list[Tensor]:
-        return tensors((self.args, self.kwargs))
+        """The tensors among the arguments, and in lists of them."""
+        given = (one if isinstance(one, list | tuple) else (one,) for one in (*self.args, *self.kwargs.values()))
+        return [one for some in given for one in some if isinstance(one, Tensor)]
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -83,21 +102,15 @@ class OperatorMode(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         call = OperatorCall(func, args, kwargs or {})
-        if func._overloadpacket in FUSED_ATTENTION:
+        if call.kind.fused:
             with self:
                 return plain_attention_kernel(call)
-        if _is_composite(func):
+        if call.kind.composite:
             with self:  # inference mode does not split these
                 result = func.decompose(*args, **call.kwargs)
             if result is not NotImplemented:
                 return result
         return self.handle(call)
-
-
-@cache
-def _is_composite(func: OpOverload) -> bool:
-    """Return whether an operator is made of others; only inference mode lets such a one reach a dispatch mode."""
-    return bool(torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd))
 
 
 def plain_attention_kernel(call: OperatorCall) -> tuple[Any, ...]:
@@ -153,11 +166,11 @@ class DeterministicMode(OperatorMode):
 
     def handle(self, call: OperatorCall) -> Any:
         self.operators += 1
-        name, args, named = call.name, call.args, call.named
+        name, args = call.name, call.args
         if name in CONTRACTIONS:
             self._summed = call.inputs[-1].shape[-2]
-        if name == "_to_copy" and args[0].dtype == torch.float64 and named.get("dtype") in NARROWER:
-            self.casts.add(str(named["dtype"]).removeprefix("torch."))
+        if name == "_to_copy" and args[0].dtype == torch.float64 and call.kwargs.get("dtype") in NARROWER:
+            self.casts.add(str(call.kwargs["dtype"]).removeprefix("torch."))
             if not self.keep_casts:
                 call = OperatorCall(call.func, args, {**call.kwargs, "dtype": torch.float64})
         if name == "native_dropout" and args[2] is not False and args[1] > 0:
@@ -170,7 +183,7 @@ class DeterministicMode(OperatorMode):
                 value = next((factor for factor in call.inputs if factor.data_ptr() != mask), call.inputs[0])
                 self.dropouts.append(Dropout(value.clone(), self._summed))
                 self._mask = None
-        keep = named.get("p", 0.5 if name == "bernoulli_" else None)
+        keep = call.named.get("p", 0.5 if name == "bernoulli_" else None) if name.startswith("bernoulli") else None
         if name == "bernoulli_":
             self._mask = args[0]
             if not self.keep_random and isinstance(keep, float):

@@ -82,13 +82,15 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     if not groups:
         return Clip()
     pairs = [pair for group in groups for pair in group]
-    ratios = [{n: float(x @ used[n].values / (x @ x)) if x.any() else 1.0 for n, (x, *_) in held.items()} for held, used in pairs]
+    ratios = [
+        {n: float(x @ used[n].values / (x @ x)) if (x := one.values).any() else 1.0 for n, one in held.items()}
+        for held, used in pairs
+    ]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
     share = small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0
     for held, _ in pairs:  # as clipping saw them
-        held |= {
-            n: Sampled(abs(f) * held[n].values, *(abs(f) * x for x in held[n][1:])) for n, f in outliers.items() if n in held
-        }
+        for n, f in ((n, abs(f)) for n, f in outliers.items() if n in held):
+            held[n] = Sampled(f * held[n].values, (f * held[n].two, f * held[n].largest))
 
     ways = [Clip(share=share)]
     untouched = [ways[0].errors(*pair) for pair in pairs]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import Any, NamedTuple
+from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,20 +25,33 @@ PADDING = 128  # columns that are added to the vocabulary, at most
 Samples = dict[str, Tensor]
 
 
-class Sampled(NamedTuple):
-    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, and the largest."""
+@dataclass
+class Sampled:
+    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, and the largest absolute value.
+
+    ``given``: the norms, where these entries are not all.
+    """
 
     values: Tensor
-    two: float = 0.0
-    largest: float = 0.0
+    given: tuple[float, float] | None = None
 
-    @classmethod
-    def of(cls, tensor: Tensor, values: Tensor | None = None) -> Sampled:
-        """Return a tensor with its norms, without a copy of it; ``values``: the entries to keep, in place of all."""
-        kept = tensor.reshape(-1) if values is None else values
-        dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
-        orders = (2, math.inf) if tensor.numel() else ()
-        return cls(kept, *(float(torch.linalg.vector_norm(tensor, order, dtype=dtype)) for order in orders))
+    @cached_property
+    def norms(self) -> tuple[float, float]:
+        return self.given or norms_of(self.values)
+
+    @property
+    def two(self) -> float:
+        return self.norms[0]
+
+    @property
+    def largest(self) -> float:
+        return self.norms[1]
+
+
+def norms_of(tensor: Tensor) -> tuple[float, float]:
+    dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
+    two, largest = (float(torch.linalg.vector_norm(tensor, n, dtype=dtype)) if tensor.numel() else 0.0 for n in (2, math.inf))
+    return two, largest
 
 
 class Gradient(dict[str, Sampled]):
@@ -54,7 +67,7 @@ def summed(gradients: Iterable[Gradient]) -> Gradient:
     """Return the sum; where several are added, its norms are those of the sampled entries, which are all in a small model."""
     found = Gradient()
     for name, one in (pair for gradient in gradients for pair in gradient.items()):
-        found[name] = Sampled.of(found[name].values + one.values) if name in found else one
+        found[name] = Sampled(found[name].values + one.values) if name in found else one
     return found
 
 
@@ -135,7 +148,7 @@ class Sampler:
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""
         index, flat = self.indices[name], tensor.detach().reshape(-1)
-        taken = flat[index if isinstance(index, slice) else index.to(flat.device)]
+        taken = flat if isinstance(index, slice) else flat[index.to(flat.device)]
         return taken.to("cpu", torch.float64, copy=True)
 
     def values(self) -> Samples:
@@ -143,8 +156,8 @@ class Sampler:
 
     def gradient(self, name: str, tensor: Tensor) -> Sampled:
         """Return what is kept of a parameter's gradient."""
-        tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
-        return Sampled.of(tensor, self.take(name, tensor))
+        tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor
+        return Sampled(self.take(name, tensor), None if isinstance(self.indices[name], slice) else norms_of(tensor.detach()))
 
     def gradients(self) -> Gradient:
         found = ((name, p.grad) for name, p in self.parameters.items())
@@ -186,29 +199,32 @@ class Watch(DeterministicMode):
             handle.remove()
         self._close()
         self.seen.half = any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
+        if self.seen.updates:
+            return
         now, left = self.sampler.values(), self.sampler.gradients()
-        exchanged = any(not torch.equal(now[name], before) for name, before in self._start.items())
-        if exchanged and not self.seen.updates:  # parameters that were exchanged, not written to
+        if any(not torch.equal(now[name], before) for name, before in self._start.items()):  # exchanged, not written to
             used = left if left.total > 0 else Gradient()
             self._open = Update(self._start, now, used, self._held, len(self.seen.backwards))
             self._close()
 
     def handle(self, call: OperatorCall) -> Any:
+        name, args = call.name, call.args
         if call.writes:
-            places = (tensor.untyped_storage()._cdata for tensor in _written(call))
+            named = call.named
+            places = (tensor.untyped_storage()._cdata for one in call.kind.written for tensor in tensors(named.get(one)))
             self._note([self._names[place] for place in places if place in self._names])
-        if call.name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
+        if name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
             self._halves.add(call.inputs[0].shape[-1])
-        drops = call.name == "native_dropout" and call.args[2] is not False
-        keep = 1 - call.args[1] if drops else call.named.get("p") if call.name in ("bernoulli_", "bernoulli") else None
+        drops = name == "native_dropout" and args[2] is not False
+        keep = 1 - args[1] if drops else call.named.get("p") if name in ("bernoulli_", "bernoulli") else None
         if isinstance(keep, float) and 0 < keep < 1:
             self.seen.dropouts.add(round(1 - keep, 9))
-        if call.name == "_to_copy" and call.args[0].dtype == torch.float64 and (dtype := call.named.get("dtype")):
-            if dtype in HALVES and not self.keep_random and call.args[0].ndim:
-                self._halves.add(call.args[0].shape[-1])
+        if name == "_to_copy" and args[0].dtype == torch.float64 and (dtype := call.kwargs.get("dtype")):
+            if dtype in HALVES and not self.keep_random and args[0].ndim:
+                self._halves.add(args[0].shape[-1])
             if self.keep_casts and dtype.is_floating_point:
                 self.seen.rounds = max(self.seen.rounds, torch.finfo(dtype).eps)
-            if call.args[0].numel() == 1:
+            if args[0].numel() == 1:
                 return call.run()
         result = super().handle(call)
         self.dropouts.clear()
@@ -234,7 +250,6 @@ class Watch(DeterministicMode):
             self.seen.updates.append(replace(one, before={**now, **one.before}, after=now))
             self._open = None
 
-    @torch.no_grad()
     def _arrived(self, name: str, gradient: Tensor) -> None:
         """Note what arrives at a parameter.
 
@@ -247,13 +262,20 @@ class Watch(DeterministicMode):
             self._held = Gradient()
             backwards.append(Gradient())
         self._task = task
-        backwards[-1][name] = self.sampler.gradient(name, gradient)
+        backwards[-1][name] = self._unseen(name, gradient)
 
-    @torch.no_grad()
     def _holds(self, name: str, parameter: Tensor) -> None:
         """Note a parameter's ``.grad`` after a backward pass."""
         if parameter.grad is not None:
-            self._held[name] = self.sampler.gradient(name, parameter.grad)
+            self._held[name] = self._unseen(name, parameter.grad)
+
+    def _unseen(self, name: str, gradient: Tensor) -> Sampled:
+        """Sample a gradient in a hook, where our own operators would come back to this mode."""
+        guard = torch._C._DisableTorchDispatch()
+        try:
+            return self.sampler.gradient(name, gradient.detach())
+        finally:
+            del guard
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
@@ -299,11 +321,3 @@ def _by_hand(tensor: Tensor) -> set[str]:
             if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("Compiled"):
                 found.add(type(node).__name__.removesuffix("Backward"))
     return found
-
-
-def _written(call: OperatorCall) -> list[Tensor]:
-    """Return the tensors that an operator writes into."""
-    named = call.named
-    schema = call.func._schema.arguments
-    changed = [named[a.name] for a in schema if a.alias_info is not None and a.alias_info.is_write and a.name in named]
-    return tensors(changed)
