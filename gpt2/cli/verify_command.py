@@ -1,12 +1,20 @@
 """``gpt2 verify``: check that our model and transformers compute the same from the same files, or what a device computes."""
 
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.cli.common import ModelSettings, finish
 from gpt2.options import device_option, option, pick
 from gpt2.pages.streams import Status
 from gpt2.parity.settings import VerifySettings
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from rich.console import RenderableType
+
+    from gpt2.parity.report import Report
 
 EXAMPLES = """\
   gpt2 verify                        the embedded checkpoint, in a few seconds
@@ -41,9 +49,43 @@ def run(args: VerifyOptions) -> int:
         from gpt2.parity.run import verify
 
         options = pick(args, "device", "quick", "keep_going", "record", "seed", "revision", "offline")
-        code = None
+        code, shown = None, _live(status) if status.live and args.device is None else nullcontext((status, None))
         try:
-            report = verify(args.model, **options, progress=status)
+            with shown as (say, show):
+                report = verify(args.model, **options, progress=say, watch=show)
         except Interrupted as interrupted:
             report, code = interrupted.report, 130
     return finish(args, report, code=code)
+
+
+@contextmanager
+def _live(status: Status) -> "Iterator[tuple[Callable[[str], None], Callable[[Report], None]]]":
+    """Yield what takes a stage, and the report so far: both are shown on the terminal (stderr), and erased at the end."""
+    from rich.live import Live
+
+    from gpt2.pages.terminal import Terminal
+
+    stage: str = ""
+    report: Report | None = None
+
+    def say(current: str) -> None:
+        nonlocal stage
+        stage = current
+        if report is None:
+            status(stage)
+
+    def show(so_far: "Report") -> None:
+        nonlocal report
+        if report is None:
+            status.clear()
+            live.start()
+        report = so_far
+
+    def drawn() -> "RenderableType":
+        return "" if report is None else report.so_far(stage, live.console.height)
+
+    live = Live(console=Terminal(stderr=True), transient=True, get_renderable=drawn)  # four times a second
+    try:
+        yield say, show
+    finally:
+        live.stop()

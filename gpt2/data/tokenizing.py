@@ -1,7 +1,8 @@
-"""Tokenize large texts once, in parallel processes, into token files that are mapped and hashed.
+"""Tokenize large texts once, in parallel processes, into token files that are mapped and hashed, and go on when interrupted.
 
-A group of documents is tokenized by one process, and written in order by this one. ``manifest.json`` appears when all is written,
-and names what the files were made of: without it they are written anew.
+A group of documents is tokenized by one process, and written in order by this one. Every few groups the sizes of the files are
+saved in ``progress.json``: after a kill, what lies behind them is cut off, and the documents before them are skipped.
+``manifest.json`` appears when all is written, and names what the files were made of.
 """
 
 import contextlib
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,8 @@ from gpt2.errors import InputError
 
 LARGE = 64 * 2**20  # bytes of text from which on token files are made
 GROUP = 1 << 20  # characters that a process tokenizes at a time
-MANIFEST = "manifest.json"
+SAVE_EVERY = 32  # groups
+MANIFEST, PROGRESS = "manifest.json", "progress.json"
 FILES = (token_files.TRAIN, token_files.VAL, "train.marks", "val.marks")
 
 
@@ -80,10 +83,10 @@ def prepared(
             if not (folder / MANIFEST).is_file():
                 _write(folder, paths, task, made_of, say)
     except OSError as error:
-        remedy = "make room, or give a link to the text from a folder of yours"
+        remedy = "make room, or give a link to the text from a folder of yours; the same command goes on"
         raise InputError(f"{folder}: cannot write token files ({error.strerror}); {remedy}") from None
     except BrokenProcessPool:
-        raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; run the command again") from None
+        raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; the same command goes on") from None
     manifest = json.loads((folder / MANIFEST).read_text())
     arrays = list(token_files.read(folder, task.tokenizer.n_vocab, check=check))
     if task.layout.prompt or task.layout.padded:
@@ -102,22 +105,37 @@ def _folder(path: str, name: str) -> Path:
 
 
 def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, Any], say: Callable[[str], None]) -> None:
-    """Write all token files, over those of an earlier call that was interrupted."""
-    layout, tally = task.layout, Counter[str]()
+    """Write all token files, from where an earlier call was interrupted."""
+    state: dict[str, Any] = {"read": 0, "sizes": [0] * len(FILES), "tally": {}}
+    if (folder / PROGRESS).is_file():
+        saved = json.loads((folder / PROGRESS).read_text())
+        present = ((folder / name, size) for name, size in zip(FILES, saved["sizes"], strict=True))
+        if all(path.is_file() and path.stat().st_size >= size for path, size in present):
+            state = saved
+            say(f"{folder}: going on after {state['read']:,} pieces of text")
+    layout, tally, found = task.layout, Counter[str](state["tally"]), Counter[str]()
     with contextlib.ExitStack() as stack:
-        files = [stack.enter_context(open(folder / name, "wb")) for name in FILES]
-        pieces = _split(documents(paths, layout.field, layout.prompt, tally=(found := Counter[str]()), streamed=True), layout)
+        files = [stack.enter_context(open(folder / name, "ab")) for name in FILES]
+        for file, size in zip(files, state["sizes"], strict=True):
+            file.truncate(size)
+            file.seek(size)
+        pieces = _split(documents(paths, layout.field, layout.prompt, tally=found, streamed=True), layout)
         began, total, shown = time.monotonic(), sum(size for _, size, _ in made_of["sources"]), time.monotonic()
-        for parts, more in _tokenized(pieces, task):
+        for number, (count, parts, more) in enumerate(_tokenized(islice(pieces, state["read"], None), task), 1):
             for file, part in zip(files, parts, strict=True):
                 file.write(part)
+            state["read"] += count
             tally += more
+            if number % SAVE_EVERY == 0:
+                _save(folder, files, state | {"tally": tally})
             if time.monotonic() - shown > 10:
                 shown = time.monotonic()
                 say(f"tokenizing {total / 1e9:.1f} GB of text: {tally['tokens']:,} tokens after {shown - began:.0f} s")
         ends = np.uint16(task.end).tobytes(), bytes([FILLER])
-        for index, file in enumerate(files if layout.padded else ()):  # the target of the last row's last token
-            file.write(ends[index // 2])
+        for index, file in enumerate(files):
+            if layout.padded:  # the target of the last row's last token
+                file.write(ends[index // 2])
+            file.flush()
     _divide(folder, layout, tally)
     for name in FILES:
         with open(folder / name, "r+b") as whole:  # Windows syncs no file that is open for reading
@@ -126,6 +144,14 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
     written = [np.memmap(folder / name, "u1" if name.endswith("marks") else "<u2", "r") for name in filled]
     manifest = made_of | {"tally": tally + found, "fingerprint": token_files.fingerprint(*written)}
     write_files(folder, {MANIFEST: json.dumps(manifest, indent=1) + "\n"})
+    (folder / PROGRESS).unlink(missing_ok=True)
+
+
+def _save(folder: Path, files: Sequence[Any], state: dict[str, Any]) -> None:
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+    write_files(folder, {PROGRESS: json.dumps(state | {"sizes": [file.tell() for file in files]})})
 
 
 def _divide(folder: Path, layout: Layout, tally: Counter[str]) -> None:
@@ -156,18 +182,20 @@ def _split(found: Iterable[Document], layout: Layout) -> Iterator[Piece]:
         continued = document.more
 
 
-def _tokenized(pieces: Iterator[Piece], task: Task) -> Iterator[tuple[list[bytes], Counter[str]]]:
-    """Yield the bytes for each of :data:`FILES`, and the tally, of groups of pieces in order."""
+def _tokenized(pieces: Iterator[Piece], task: Task) -> Iterator[tuple[int, list[bytes], Counter[str]]]:
+    """Yield groups of pieces in order: how many, the bytes for each of :data:`FILES`, and their tally."""
     workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     spawn = multiprocessing.get_context("spawn")
-    waiting: deque[Future[tuple[list[bytes], Counter[str]]]] = deque()
+    waiting: deque[tuple[int, Future[tuple[list[bytes], Counter[str]]]]] = deque()
     with ProcessPoolExecutor(workers, spawn, _begin, (task,)) as pool:
         for group in _groups(pieces):
-            waiting.append(pool.submit(_tokenize, group))
+            waiting.append((len(group), pool.submit(_tokenize, group)))
             if len(waiting) > 2 * workers:  # this bounds the memory
-                yield waiting.popleft().result()
+                count, future = waiting.popleft()
+                yield count, *future.result()
         while waiting:
-            yield waiting.popleft().result()
+            count, future = waiting.popleft()
+            yield count, *future.result()
 
 
 def _groups(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:

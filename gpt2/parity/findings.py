@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,12 +38,13 @@ class DifferenceFound(Exception):
 
 @dataclass
 class Findings:
-    """The points found so far; without ``keep_going`` a difference ends the run."""
+    """The points found so far. ``watch`` is called after every step; without ``keep_going`` a difference ends the run."""
 
     dtype: torch.dtype
     quick: bool = False
     keep_going: bool = False
     progress: Progress = silent
+    watch: Callable[[], None] = lambda: None
     points: dict[str, list[Point]] = field(default_factory=lambda: {id: [] for id in PLAN})
     skipped: dict[str, str] = field(default_factory=dict)
     finished: set[str] = field(default_factory=set)
@@ -77,6 +78,7 @@ class Findings:
     def settle(self, *finished: str) -> None:
         """End a step, and the checks that it ``finished``. Raises DifferenceFound: a point does not hold."""
         self.finished.update(finished)
+        self.watch()
         if not self.keep_going and any(not point.ok for points in self.points.values() for point in points):
             raise DifferenceFound
 

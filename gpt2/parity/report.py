@@ -12,12 +12,14 @@ from gpt2.measure.tracing import block_of, layer_of, part_of
 from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from gpt2.checkpoint.official import Official
     from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
 # Why a report has unfinished checks.
-INTERRUPTED, AT_DIFFERENCE = "interrupted", "stopped at the first difference"
+RUNNING, INTERRUPTED, AT_DIFFERENCE = "to do", "interrupted", "stopped at the first difference"
 
 
 @dataclass(frozen=True)
@@ -244,6 +246,14 @@ class Report(Printed):
         here = f"Set here: {settings or 'nothing that is known to round'}; {remedy} and verify again"
         return f"this process computes {env.dtype} imprecisely: {error}, so nothing can be said of ours. {here}"
 
+    def so_far(self, stage: str, height: int) -> RenderableType:
+        """Return what fits a terminal of ``height`` lines while the run goes on: the blocks, the checks, and the stage."""
+        from rich.console import Group
+
+        shown = [self._blocks()] if self.n_layer + len(self.checks) + 12 < height else []
+        shown += [self._checks(), Section(note=("\n", dim(f"{self.seconds:.0f} s  {stage} …")))]
+        return Group(*(part for section in shown for part in section.printed()))
+
     def _blocks(self) -> Section:
         """Return a row per block: its worst traced activations and gradients, by both rules."""
         checks, rows = {check.id: check for check in self.checks}, []
@@ -262,7 +272,7 @@ class Report(Printed):
         for check in self.checks:
             title = check.id.removesuffix("-rounding"), dim(check.dtype), check.title
             if check.skipped and check.ok:
-                so_far = f"{len(check.points)} points; " if check.points else "not run: "
+                so_far = f"{len(check.points)} points; " if check.points else "" if self.stopped == RUNNING else "not run: "
                 rows.append([yellow("–"), *title, "", yellow(f"{so_far}{check.skipped}")])
                 continue
             worst = None if check.kind == EXACT and check.ok else check.worst

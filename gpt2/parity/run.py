@@ -28,7 +28,7 @@ from gpt2.parity import checks, reference
 from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
-from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, Report
+from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.settings import VerifySettings
 from gpt2.parity.training import gradients, rounded_gradients
 
@@ -70,6 +70,7 @@ def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = No
         dtype: the precision in which rounding is judged; a ``:dtype`` suffix on the name does the same.
         build: makes the model under test from (directory, dtype), a dtype of ``None`` is that of the files; default: our loader.
         progress: called with a few words at each stage.
+        watch: called with the report so far after each step. A difference by rounding may be gone in a later one.
 
     Raises:
         InputError: no such model, files that do not make one, ``record`` with weights that are not official, or an argument
@@ -78,7 +79,7 @@ def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = No
     """
     settings = VerifySettings(**options)
     if device is not None:
-        if isinstance(name, GPT2) or changed(settings, "dtype", "build", "quick", "keep_going", "record"):
+        if isinstance(name, GPT2) or changed(settings, "dtype", "build", "quick", "keep_going", "record", "watch"):
             raise InputError("verify: device takes a name, seed, revision, offline and progress alone; leave the others out")
         from gpt2.devices.run import verify_device
 
@@ -97,7 +98,7 @@ def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = No
 
 
 def _verified(name: str, settings: VerifySettings) -> Report:
-    progress, build = settings.progress, settings.build
+    progress, watch, build = settings.progress, settings.watch, settings.build
     started = time.perf_counter()
     parsed = ModelName.parse(name, FLOATS, revision=settings.revision)
     rounding = getattr(torch, parsed.dtype or dtype_name(settings.dtype, FLOATS))
@@ -137,6 +138,8 @@ def _verified(name: str, settings: VerifySettings) -> Report:
                 outlier=seen.outlier,
             )
 
+        if watch is not None:
+            findings.watch = lambda: watch(report(RUNNING))
         make = build or (lambda _, dtype: ours.load(dtype))  # from the files that are mapped already
         subject = Subject(ours, folder, make, rounding, probe, findings)
         try:

@@ -9,13 +9,14 @@ from gpt2.options import offline_option, option, revision_option, seed_option
 
 if TYPE_CHECKING:
     from gpt2.model import GPT2
+    from gpt2.parity.report import Report
 
 QUICK = "leave out training (loss, gradients, optimizer steps), and read 128 tokens, not whole contexts"
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifySettings:
-    """Each is said once, here; :func:`gpt2.parity.run.verify` says what the last three are."""
+    """Each is said once, here; :func:`gpt2.parity.run.verify` says what the last four are."""
 
     revision: str | None = revision_option()
     offline: bool = offline_option()
@@ -26,3 +27,4 @@ class VerifySettings:
     dtype: str = "float32"
     build: "Callable[[Path, Any], GPT2] | None" = None
     progress: Callable[[str], None] = lambda what: None
+    watch: "Callable[[Report], None] | None" = None

@@ -16,6 +16,7 @@ from support.pages import Parts
 from support.random_models import write_checkpoint
 
 from gpt2.bench import Bench, Row, Spread
+from gpt2.cli import verify_command
 from gpt2.cli.main import COMMANDS, file_of, main
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
@@ -182,6 +183,16 @@ def test_progress_fits_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch, capsys
         status("blame: variant 12 of 30, windows 3 of 8, and so on for a long time")
     lines = [line.removeprefix("\x1b[2K") for line in capsys.readouterr().err.split("\r")]
     assert max(map(len, lines)) == 49
+
+
+def test_a_download_before_the_first_check_has_the_terminal(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """A live view that begins with the first stage took stderr: each update of a download's bar became a line of its own."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with Status() as status, verify_command._live(status) as (say, _):
+        say("downloading")
+        for step in range(9):
+            print(f"\r{step}", end="", file=sys.stderr, flush=True)
+        assert "\n" not in capsys.readouterr().err
 
 
 def test_completion(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
