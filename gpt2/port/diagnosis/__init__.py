@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from gpt2.measure.metrics import Progress
     from gpt2.model import GPT2
+    from gpt2.port.mapping.mapping import WeightMap
 
 __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 
@@ -61,12 +62,9 @@ def diagnose(
     import torch
 
     from gpt2.checkpoint.loading import load, require_intact
-    from gpt2.int8 import require_float
     from gpt2.measure.dumps import is_dump
     from gpt2.measure.metrics import silent
     from gpt2.model import GPT2
-    from gpt2.port.module.examination import Examination
-    from gpt2.port.terms.budget import few_threads
 
     if not isinstance(what, (torch.nn.Module, str, Path, Mapping)):
         hint = "a torch.nn.Module, the path of a dump, a mapping of arrays, or a model's name"
@@ -82,16 +80,27 @@ def diagnose(
         except InputError as error:
             raise InputError(f"{error}; or give a module, as port.py:build, or a dump, as dump.npz") from None
     ours = model if isinstance(model, GPT2) else load(str(model), revision=revision, offline=offline)
-    config = ours.config
     require_intact(ours, f"the right model{ours.name and f', {ours.name}'}")
     if isinstance(what, torch.nn.Module):
-        require_float(ours, "diagnose")
-        with torch.no_grad(), few_threads(config.num_parameters()):
-            diagnosis = Examination(what, ours, fill, progress or silent).diagnosis()
+        diagnosis = examine_module(what, ours, fill, progress or silent)[0]
     else:
         from gpt2.port.dump.examination import exact_weights, examine
 
-        state = exact_weights(ours)
+        config, state = ours.config, exact_weights(ours)
         del ours  # if nobody else has it, its memory is free
         diagnosis = examine(what, config, state, progress or silent)
     return replace(diagnosis, checkpoint="a model" if isinstance(model, GPT2) else str(model), module=name or diagnosis.module)
+
+
+def examine_module(module: nn.Module, ours: GPT2, fill: bool, progress: Progress) -> tuple[Diagnosis, WeightMap | None]:
+    """Diagnose a module; return also which entry of the checkpoint fills each of its places, None if its parts are unknown."""
+    import torch
+
+    from gpt2.int8 import require_float
+    from gpt2.port.module.examination import Examination
+    from gpt2.port.terms.budget import few_threads
+
+    require_float(ours, "diagnose")
+    examination = Examination(module, ours, fill, progress)
+    with torch.no_grad(), few_threads(ours.config.num_parameters()):
+        return examination.diagnosis(), examination.mapping

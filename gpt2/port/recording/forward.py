@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from copy import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +63,7 @@ class Borrowed:
         for part, _ in self._modes:  # some modules override eval()
             part.training = False
         held = [value for _, attributes, _ in self._attributes for value in attributes.values() if isinstance(value, list | dict)]
-        self._held = [(value, copy(value)) for value in held]
+        self._held: list[tuple[Any, Any]] = [(x, list(x) if isinstance(x, list) else dict(x)) for x in held]
         return self
 
     def rewind(self) -> None:
@@ -77,7 +77,7 @@ class Borrowed:
             part.training = False
         for value, before in self._held:
             value.clear()
-            value.extend(before) if isinstance(value, list) else value.update(before)
+            value.extend(before) if isinstance(before, list) else value.update(before)
         for buffer, old in self._buffers:
             if buffer.shape == old.shape and id(buffer) not in self._kept:
                 buffer.data.copy_(old)

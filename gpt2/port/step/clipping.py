@@ -8,6 +8,8 @@ from dataclasses import dataclass, field, replace
 from statistics import median
 from typing import NamedTuple
 
+import torch
+
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.updates import spread
 from gpt2.port.step.watching import Gradient, Sampled, Update
@@ -60,15 +62,14 @@ class Clip:
 
     def errors(self, held: Gradient, used: Gradient) -> dict[str, float]:
         """Return how far the gradient of each parameter that the update used is from what this clip makes of it, relative."""
-        sizes, errors = self.kind.sizes(held) if self.kind else {}, {}
-        for name, one in used.items():
-            made = self.share * held[name].values
-            if self.kind is ENTRY:
-                made = made.clamp(-self.limit, self.limit)
-            elif self.kind:
-                made = made * min(1.0, self.limit / (self.share * sizes[name] + 1e-6))
-            errors[name] = float((one.values - made).norm()) / max(float(one.values.norm()), 1e-300)
-        return errors
+        sizes = self.kind.sizes(held) if self.kind and self.kind is not ENTRY else {}
+        factors = [self.share * min(1.0, self.limit / (self.share * sizes[n] + 1e-6)) if sizes else self.share for n in used]
+        wanted, made = [one.values for one in used.values()], [*torch._foreach_mul([held[n].values for n in used], factors)]
+        if self.kind is ENTRY:
+            made = [one.clamp(-self.limit, self.limit) for one in made]
+        norms = torch._foreach_norm([*torch._foreach_sub(wanted, made), *wanted])
+        left, size = torch.stack(norms).view(2, -1).tolist()
+        return {name: one / max(all, 1e-300) for name, one, all in zip(used, left, size, strict=True)}
 
 
 def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
@@ -83,7 +84,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
         return Clip()
     pairs = [pair for group in groups for pair in group]
     ratios = [
-        {n: float(x @ used[n].values / (x @ x)) if (x := one.values).any() else 1.0 for n, one in held.items()}
+        {n: float(x @ used[n].values) / size if (size := float((x := one.values) @ x)) else 1.0 for n, one in held.items()}
         for held, used in pairs
     ]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]

@@ -12,11 +12,7 @@ from torch import nn
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress
 from gpt2.model import GPT2
-from gpt2.port.anatomy.anatomy import Anatomy
-from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.recording.forward import Borrowed
-from gpt2.port.recording.recorder import record_probe
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
@@ -40,15 +36,21 @@ class StepExamination:
     """The checks of one step; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose_step` does."""
 
     def __init__(
-        self, module: nn.Module, make_step: MakeStep, ours: GPT2, settings: StepSettings, forward: Diagnosis, watch: Progress
+        self,
+        module: nn.Module,
+        make_step: MakeStep,
+        ours: GPT2,
+        settings: StepSettings,
+        forward: Diagnosis,
+        mapping: WeightMap | None,
+        watch: Progress,
     ) -> None:
-        self.module, self.ours, self.settings, self.forward = module, ours, settings, forward
+        self.ours, self.settings, self.forward, self.roles = ours, settings, forward, Roles(module, mapping)
         self.subject = StepSubject(module, make_step, ours.config.vocab_size, watch)
         self.findings = StepFindings(self._places)
 
     def diagnosis(self) -> Diagnosis:
         """Run the sessions, compare each stage with what the stage before it really gave, and sum up."""
-        self.roles = Roles(self.module, self._mapping())
         self.calls = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
         self.huge, self.tiny = self._scaled_sessions()
@@ -60,13 +62,6 @@ class StepExamination:
         self._gradients()
         self._as_written()
         return self.findings.diagnosis(self.forward)
-
-    def _mapping(self) -> WeightMap | None:
-        try:
-            with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(self.module):
-                return WeightMap(Anatomy(record_probe(self.module, self.ours.config, "your module")), self.ours.config)
-        except (NotGPT2, InputError):
-            return None
 
     def _places(self, names: Collection[str]) -> tuple[Place, ...]:
         """Return the checkpoint's names for parameters."""

@@ -16,11 +16,12 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import DeterministicMode, OperatorCall, tensors
+from gpt2.port.recording.dispatch import RANDOM, DeterministicMode, OperatorCall, tensors
 
 HALVES = (torch.float16, torch.bfloat16)
 SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small model
 LOSSES = {"_log_softmax", "_softmax", "logsumexp", "exp", "nll_loss_forward"}
+LOOKED_AT = {*LOSSES, *RANDOM, "native_dropout", "bernoulli", "_to_copy"}  # operators that write nothing, and matter
 PADDING = 128  # columns that are added to the vocabulary, at most
 Samples = dict[str, Tensor]
 
@@ -209,6 +210,8 @@ class Watch(DeterministicMode):
 
     def handle(self, call: OperatorCall) -> Any:
         name, args = call.name, call.args
+        if not (call.writes or name in LOOKED_AT or self._mask is not None):
+            return call.run()
         if call.writes:
             named = call.named
             places = (tensor.untyped_storage()._cdata for one in call.kind.written for tensor in tensors(named.get(one)))
