@@ -65,4 +65,4 @@ def test_what_a_test_leaves_behind_is_seen(
     monkeypatch.setattr("torch.get_num_threads", lambda: 99)
     monkeypatch.setattr(describe, "describe", print)
     assert left.differ(process, left.of_the_process()) == {"$LEFT", "folder", "torch"}
-    assert left.differ(package, left.of_the_package()) == {"gpt2.checkpoint.describe.describe"}
+    assert left.changed(package, left.of_the_package()) == {"gpt2.checkpoint.describe.describe"}

@@ -21,8 +21,8 @@ import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from queue import Queue
-from threading import Event, Semaphore, Thread
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any, TypeVar, cast
 
 import torch
@@ -136,15 +136,13 @@ def stepwise(walk: Callable[[Callable[[T], None]], object]) -> Generator[T]:
     """Yield what ``walk`` gives to the function that it is called with. ``walk`` runs in a thread that waits in between, so that
     several computations advance side by side, one at a time.
     """
-    steps: Queue[tuple[T] | BaseException | None] = Queue()
-    onwards = Semaphore(0)
-    stopped = Event()
+    steps: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
+    onwards: SimpleQueue[bool] = SimpleQueue()
 
     def emit(step: T) -> None:
         steps.put((step,))
         del step  # the caller may let it go while this thread waits
-        onwards.acquire()
-        if stopped.is_set():
+        if not onwards.get():
             raise _Stopped
 
     def run() -> None:
@@ -164,10 +162,9 @@ def stepwise(walk: Callable[[Callable[[T], None]], object]) -> Generator[T]:
                 raise step
             yield step[0]
             del step
-            onwards.release()
+            onwards.put(True)
     finally:
-        stopped.set()
-        onwards.release()
+        onwards.put(False)
         thread.join()
 
 

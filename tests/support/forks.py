@@ -16,6 +16,7 @@ import functools
 import importlib
 import json
 import os
+import pickle
 import runpy
 import select
 import signal
@@ -27,13 +28,20 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
 MODULES = "torch safetensors.torch numpy httpx2 yaml filelock tqdm.auto rich.console gpt2.cli.main gpt2.checkpoint.hub"
+MODULES += " torch._dynamo torch.distributed.fsdp gpt2.train.loop"  # what the first step imports
+CALL = """
+import pickle, sys
+target, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
+print(pickle.dumps(target(*arguments)).hex())
+"""
 
 
 class Fork:
@@ -113,6 +121,17 @@ def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: A
     return subprocess.CompletedProcess(words, status, out, err)
 
 
+def call(target: Callable[..., object], *arguments: object) -> Fork:
+    """Start a process that calls ``target``; :func:`returned` waits for what it returns."""
+    return start("-c", CALL, pickle.dumps((target, arguments)).hex())
+
+
+def returned(process: Fork, timeout: float = 120) -> Any:
+    out, err = process.communicate(timeout)
+    assert process.returncode == 0, err[-3000:]
+    return pickle.loads(bytes.fromhex(out.splitlines()[-1]))
+
+
 @functools.cache
 def _host(modules: str) -> socket.socket:
     """Start the process that imports these modules and forks; it ends with this one."""
@@ -135,6 +154,9 @@ def _serve(orders: socket.socket, modules: str) -> list[str]:
     for name in modules.split():
         importlib.import_module(name)
     assert "huggingface_hub" not in sys.modules
+    atexit._clear()  # each fork would take torch apart at its end, one operator after another
+    weakref.finalize._registry.clear()
+    weakref.finalize._registered_with_atexit = False
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:
         order, handles, _, _ = socket.recv_fds(orders, 1, 3)

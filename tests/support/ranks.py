@@ -19,39 +19,36 @@ from gpt2.errors import InputError
 from gpt2.train import feed, loop, parallel, shards
 from gpt2.train.loop import train
 from gpt2.train.recipe import Recipe
-from support.training import forkserver, logged_steps
+from support import forks
+from support.training import logged_steps
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def member(rank, size, port, work, results):
+def member(rank, size, port, work):
     """Run one rank of a job in a process of its own."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     try:
-        results.put((rank, work(rank)))
+        return work(rank)
     except InputError as error:
-        results.put((rank, f"error: {error}"))
+        return f"error: {error}"
     except parallel.PeerLost:
-        results.put((rank, "lost"))
+        return "lost"
 
 
 def job(size: int, work: Callable[[int], object]) -> list:
     """The results of ``work(rank)`` on every rank, or its one-line error."""
-    context = forkserver()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    results = context.Queue()
-    ranks = [context.Process(target=member, args=(rank, size, port, work, results)) for rank in range(size)]
-    for process in ranks:
-        process.start()
-    found = dict(results.get(timeout=120) for _ in ranks)
-    for process in ranks:
-        process.join()
-        assert process.exitcode == 0
-    return [found[rank] for rank in range(size)]
+    ranks = [forks.call(member, rank, size, port, work) for rank in range(size)]
+    try:
+        return [forks.returned(process) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
 
 
 class Run:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Mapping
@@ -19,6 +18,7 @@ from gpt2.train.feed import Feed
 from gpt2.train.loop import Logged
 from gpt2.train.recipe import Recipe
 from gpt2.train.step import optimizer_step
+from support import forks
 
 OF_CARD = (CARD, CURVES)
 TIMINGS = ("tokens_per_second", "seconds_left", "mfu", "rank_tokens_per_second")
@@ -79,19 +79,9 @@ def furthest(found: Mapping[str, object], expected: Mapping[str, object]) -> flo
     return max(((a - b).abs().max() / b.abs().max()).item() for a, b in pairs)
 
 
-def forkserver() -> multiprocessing.context.ForkServerContext:
-    """A context that forks processes from a server with the imports of the first step: 2 s less for each."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["gpt2.train.loop", "torch._dynamo", "torch.distributed.fsdp"])
-    return context
-
-
 def killed(target: Callable[..., object], *args: object) -> None:
     """Run ``target`` in a process of its own, in which it ends itself by SIGKILL."""
-    process = forkserver().Process(target=target, args=args)
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    assert forks.call(target, *args).wait(120) == -signal.SIGKILL
 
 
 def logged_steps(folder: Path) -> int:

@@ -1,6 +1,5 @@
 """Fixtures: a text and a recipe so small that a run takes a fraction of a second."""
 
-import os
 import random
 import shutil
 from dataclasses import replace
@@ -20,14 +19,6 @@ def speeches(count: int) -> str:
     return "\n".join(
         f"{rng.choice(NAMES)}:\n" + "".join(f"{' '.join(rng.choices(WORDS, k=6))},\n" for _ in range(3)) for _ in range(count)
     )
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_power_cuts():
-    """Replace fsync by nothing: it takes half of the time of such a run. Another test checks which files are synced, and when."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "fsync", lambda handle: None)
-        yield
 
 
 @pytest.fixture(scope="session")
