@@ -1,5 +1,6 @@
 """Tiny GPT-2s in GGUF, written by the `gguf` package with its tensor names, as llama.cpp's converter does."""
 
+import functools
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -83,10 +84,14 @@ def hf_name(ours: str) -> str:
     return ours if ours == "lm_head.weight" else f"transformer.{ours}"
 
 
+@functools.cache
+def _names(n_layer: int) -> gguf.TensorNameMap:
+    return gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, n_layer)
+
+
 def gguf_name(ours: str, config: GPT2Config = TINY) -> str:
     """The package's name for one of Hugging Face's tensors."""
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
-    found = names.get_name(hf_name(ours), try_suffixes=(".weight", ".bias"))
+    found = _names(config.n_layer).get_name(hf_name(ours), try_suffixes=(".weight", ".bias"))
     assert found is not None, ours
     return found
 
