@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.commands import refusal
+from support.commands import refusal, watch_a_fork
 
 import gpt2
 from gpt2.checkpoint.describe import describe
 from gpt2.cli.main import main
 from gpt2.damage import look, require_finite
+from gpt2.port.diagnosis import runner
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38, -1e30])
@@ -93,9 +94,14 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_the_damaged_value(
-    command: str, damaged: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str,
+    damaged: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A flipped bit of an exponent: verify blamed the machine, compare and generate the dtype."""
+    monkeypatch.setattr(runner, "watch", watch_a_fork)
     bad = damaged("h.0.mlp.c_fc.weight", (0, 77), 1e38)
     port = tmp_path / "port.py"
     port.write_text(f"import gpt2\n\ndef build():\n    return gpt2.load({str(bad)!r})\n")

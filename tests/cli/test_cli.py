@@ -18,7 +18,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import forks
-from support.commands import ASSET, as_json, mistake, printed
+from support.commands import ASSET, as_json, mistake, printed, watch_a_fork
 from support.random_models import write_checkpoint
 from support.training import logged_steps
 
@@ -28,6 +28,7 @@ from gpt2.cli.main import main, share_cores
 from gpt2.data.bpe import train_bpe
 from gpt2.data.shakespeare import play
 from gpt2.parity import run as verify_module
+from gpt2.port.diagnosis import runner
 from gpt2.sampling import Sampling
 
 
@@ -115,6 +116,7 @@ def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Pat
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(runner, "watch", watch_a_fork)
     (tmp_path / "file").write_text("mine")
     (tmp_path / "port.py").write_text("def build(): ...\nclass Sized:\n    def __init__(self, size): ...")
     (tmp_path / "run" / "best").mkdir(parents=True)

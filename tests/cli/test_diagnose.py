@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support import forks
-from support.commands import alive, as_json, mistake, printed, refusal
+from support.commands import alive, as_json, mistake, printed, refusal, watch_a_fork
 from support.faulty import CONFIG, write
 from support.faulty.exits import HOSTILE, write_hostile
 
@@ -166,8 +166,9 @@ def wait_until(happened: Callable[[], bool]) -> None:
     pytest.fail("it did not happen in 30 s")
 
 
-def test_a_build_without_arguments_is_filled(tmp_path: Path, checkpoint: Path) -> None:
+def test_a_build_without_arguments_is_filled(tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`build()` returns a fresh module, and `random:` models have no folder."""
+    monkeypatch.setattr(runner, "watch", watch_a_fork)
     (tmp_path / "gpt2.py").write_text(  # this name must not hide our module
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[1])!r})\nfrom support.ports import PORTS\n"
         f"def build():\n    import gpt2\n    return PORTS['nano'].build(gpt2.load({str(checkpoint)!r}).config)\n"

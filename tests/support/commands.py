@@ -14,6 +14,7 @@ import pytest
 import gpt2
 from gpt2.cli.main import main
 from gpt2.errors import InputError
+from support import forks
 
 ASSET = Path(gpt2.__file__).parent / "assets" / "shakespeare-mini"
 
@@ -25,6 +26,16 @@ def load_script(name: str) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def watch_a_fork(command: list[str], folder: Path, limit: float, progress: object = None) -> int:
+    """Do what `runner.watch` does in a fork, which need not import torch; tests of the runner itself start a real process."""
+    flag, code, *arguments = command[command.index("-c") :]
+    stdin = "import os; os.dup2(os.pipe()[0], 0)\n"  # which does not end
+    process = forks.start(flag, stdin + code, *arguments)
+    status = process.wait(limit)
+    (folder / "printed").write_text("".join(process.communicate()))
+    return status
 
 
 def alive(pid: int | str) -> bool:
