@@ -149,7 +149,8 @@ def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None
     path = user_path(path)
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8
     try:
-        if (path.exists() and not path.is_file()) or path.parent.resolve().parts[1:2] in (("dev",), ("proc",)):
+        root, *rest = path.parent.resolve().parts[1:] or ("",)
+        if (path.exists() and not path.is_file()) or (root in ("dev", "proc") and rest[:1] != ["shm"]):  # /dev/shm is a folder
             path.write_bytes(data)
             return
         with written_aside(path) as file:
