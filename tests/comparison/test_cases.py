@@ -1,6 +1,7 @@
 """`compare --cases`: which of the user's own questions turned from right to wrong, and back."""
 
 import json
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.cases import ROOM, read_cases
 from gpt2.comparison.run import compare
 from gpt2.comparison.settings import CaseTable
+from gpt2.data.library import LibraryTokenizer
 from gpt2.measure.estimates import Bootstrap
 from gpt2.testing import assert_same
 
@@ -35,10 +37,16 @@ def sides(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     return names[0], names[1]
 
 
+@cache
+def opened(side: str) -> tuple[gpt2.GPT2, LibraryTokenizer]:
+    return gpt2.load(side, dtype="float64"), gpt2.load_tokenizer(side)
+
+
+@cache
 def said(side: str, prompt: str, room: int) -> str:
     """What greedy decoding says up to the end of a line, token by token, in float64; "..." behind it where it goes on."""
-    model, tokenizer = gpt2.load(side, dtype="float64"), gpt2.load_tokenizer("shakespeare-mini")
-    ids, new = tokenizer.encode(prompt), list[int]()
+    (model, tokenizer), new = opened(side), list[int]()
+    ids = tokenizer.encode(prompt)
     for _ in range(room):
         new.append(int(model(torch.tensor([ids + new]))[0, -1].argmax()))
         if tokenizer.decode(new[-1:]) == "\n":
@@ -60,7 +68,7 @@ def file(sides: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def probability(side: str, prompt: str, expected: str) -> float:
     """The probability of an expected text, token by token."""
-    model, tokenizer = gpt2.load(side, dtype="float64"), gpt2.load_tokenizer(side)
+    model, tokenizer = opened(side)
     words = (prompt[-1].isalnum() or prompt[-1] in ",:") and expected[0].isalnum()
     ids, whole = tokenizer.encode(prompt), 1.0
     for token in tokenizer.encode(f" {expected}" if words else expected):
