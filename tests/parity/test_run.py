@@ -91,7 +91,7 @@ SWITCHES = [
 ]
 
 
-@pytest.mark.parametrize(("activation", "switches"), zip(ACTIVATIONS, SWITCHES, strict=True))
+@pytest.mark.parametrize(("activation", "switches"), [*zip(ACTIVATIONS, SWITCHES, strict=True)])
 def test_every_switch_of_the_config_is_equal(tmp_path: Path, activation: str, switches: dict) -> None:
     """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong.
 

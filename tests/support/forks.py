@@ -35,8 +35,9 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
-MODULES = "torch safetensors.torch numpy httpx2 yaml filelock tqdm.auto rich.console gpt2.cli.main gpt2.checkpoint.hub"
-MODULES += " torch._dynamo torch.distributed.fsdp gpt2.train.loop"  # what the first step imports
+MODULES = "torch safetensors.torch numpy httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console tiktoken"
+MODULES += " tokenizers torch._dynamo torch.distributed.fsdp gpt2.cli.main gpt2.checkpoint.hub gpt2.train.loop"
+MODULES += " gpt2.comparison.run"
 CALL = """
 import pickle, sys
 target, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
