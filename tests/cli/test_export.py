@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import ASSET, mistake, printed
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.cli.main import main
@@ -43,7 +44,7 @@ from torch import nn
 
 def build():
     print("built")
-    return gpt2.load("shakespeare-mini")
+    return gpt2.load("tiny")
 
 
 def needs(checkpoint_dir):
@@ -53,7 +54,7 @@ def needs(checkpoint_dir):
 class Odd(nn.Module):
     def __init__(self):  # parameters by numbers: names that no table knows
         super().__init__()
-        model = gpt2.GPT2(gpt2.load("shakespeare-mini").config)
+        model = gpt2.GPT2(gpt2.load("tiny").config)
         self.shell = [model.to("meta").eval()]
         self.names = [name for name, _ in model.named_parameters()]
         self.p = nn.ParameterList(torch.zeros(p.shape) for p in model.parameters())
@@ -80,8 +81,9 @@ def erf():
 
 @pytest.fixture
 def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The file of a user's own module, in the working folder."""
+    """The file of a user's own module, in the working folder, beside its checkpoint."""
     monkeypatch.chdir(tmp_path)
+    write_checkpoint(tmp_path / "tiny")
     path = tmp_path / "mine.py"
     path.write_text(MINE)
     return path
@@ -92,25 +94,25 @@ def test_a_module_is_exported_as_the_checkpoint_that_it_holds(format: str, mine:
     """From a FILE.py:build, with what it prints kept out of the output, and a card that does not name private folders."""
     assert main(["export", f"{mine}:build", "out", "--format", format, "--check"]) == 0
     out, err = capsys.readouterr()
-    assert out.startswith(f"{mine}:build -> out  {format}, {'float32' if format == 'hf' else 'f32'}, 1,915,360 parameters\n")
+    assert out.startswith(f"{mine}:build -> out  {format}, {'float32' if format == 'hf' else 'f32'}, 72,576 parameters\n")
     assert "built" not in out
     assert "built" in err
     assert "note: without a tokenizer: a module has none\n" in out
-    assert "gpt2          ok         every value of 64 tensors" in out
+    assert "gpt2          ok         every value of 28 tensors" in out
     opened = "out" if format == "hf" else {"gguf": "out/model.gguf", "llmc": "out/model.bin"}[format]
-    assert same_weights(Path(opened), ASSET)
+    assert same_weights(Path(opened), Path("tiny"))
     assert str(mine.parent) not in Path("out/README.md").read_text()
     assert "`mine.py`, converted" in Path("out/README.md").read_text()
 
 
 def test_tensors_are_read_by_the_names_of_the_module_that_they_belong_to(mine: Path, capsys: pytest.CaptureFixture) -> None:
     """A file with an author's own names was a dead end, although the author's module knows what they are."""
-    stored = {f"module.p.{n}": tensor for n, tensor in enumerate(gpt2.load("shakespeare-mini").state_dict().values())}
+    stored = {f"module.p.{n}": tensor for n, tensor in enumerate(gpt2.load("tiny").state_dict().values())}
     torch.save({"state_dict": stored}, "odd.pt")
     assert "gpt2 export odd.pt DIR --like FILE.py:build" in mistake(capsys, "info", "odd.pt")
     said = printed(capsys, "export", "odd.pt", "out", "--like", "mine.py:odd")
     assert "note: the tensors of odd.pt were read by the names of mine.py:odd" in said
-    assert same_weights(Path("out"), ASSET)
+    assert same_weights(Path("out"), Path("tiny"))
     torch.save({**stored, "module.p.0": torch.zeros(3, 3), "other": torch.zeros(2)}, "odd.pt")  # controls: it must fit
     said = mistake(capsys, "export", "odd.pt", "again", "--like", "mine.py:odd")
     assert "odd.pt: does not fit mine.py:odd: unknown: other; misshapen: p.0; give the module" in said
@@ -121,7 +123,7 @@ def test_tensors_are_read_by_the_names_of_the_module_that_they_belong_to(mine: P
 def test_another_activation_is_found_and_written(mine: Path) -> None:
     """With the checkpoint's tanh GELU, every logit would be wrong a little."""
     assert main(["export", "mine.py:erf", "out"]) == 0
-    found, right, ids = gpt2.load("out"), gpt2.load("shakespeare-mini"), torch.arange(20)[None]
+    found, right, ids = gpt2.load("out"), gpt2.load("tiny"), torch.arange(20)[None]
     assert found.config.activation_function == "gelu"
     for block in right.h:
         block.mlp.activation = torch.nn.functional.gelu
