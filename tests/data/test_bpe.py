@@ -104,7 +104,7 @@ def test_official_ids_equal_transformers(official, tmp_path):
     assert different(official, strings, expected) == []
     for text, ids in zip(strings[:4000], expected, strict=False):
         assert official.decode_bytes(ids) == b"".join(map(official.token_bytes, ids)) == text.encode()
-    caught = different(spoil(official), strings, expected)
+    caught = different(spoil(official), tokens, expected[-len(tokens) :])
     assert " gazed" in caught
     assert len(caught) < 100  # with no other change, so the comparison sees a single merge
 

@@ -28,15 +28,21 @@ from gpt2.train.recipe import read
 from gpt2.train.state import Progress
 
 
-@pytest.fixture
-def run(whole: Path, tmp_path: Path) -> Path:
-    """A finished run of twelve steps, with its card."""
-    folder = Path(shutil.copytree(whole, tmp_path / "run"))
+@pytest.fixture(scope="module")
+def with_card(whole: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of twelve steps, with its card; read only."""
+    folder = Path(shutil.copytree(whole, tmp_path_factory.mktemp("card") / "run"))
     assert write_card(folder) == ""
     return folder
 
 
-def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
+@pytest.fixture
+def run(with_card: Path, tmp_path: Path) -> Path:
+    """The same; a test may change it."""
+    return Path(shutil.copytree(with_card, tmp_path / "run"))
+
+
+def test_the_figures_of_the_card_are_the_run_s(with_card: Path, run: Path) -> None:
     """A figure that the run did not measure, or of another step, would be believed."""
     text = (run / "best" / CARD).read_text()
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -48,7 +54,7 @@ def test_the_figures_of_the_card_are_the_run_s(run: Path) -> None:
     assert "the base model" not in text  # from scratch
     assert (run / "best" / "curves.png").stat().st_size > 10_000
     assert 'data.path = "text.txt"' in text
-    assert str(run.parent) not in text  # the folders above a text are private
+    assert str(with_card.parent) not in text  # the folders above a text are private
 
 
 def test_names_and_samples_are_shown_and_not_obeyed(run: Path, tmp_path: Path) -> None:
