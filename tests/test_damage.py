@@ -2,7 +2,6 @@
 
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -63,14 +62,15 @@ def test_logits_are_judged_by_their_numbers() -> None:
     assert "it holds a damaged value: bias[1] is nan" in refusal(require_finite, bad, "m", model)
 
 
-@pytest.fixture
-def damaged(tmp_path: Path) -> Callable[[str, tuple[int, ...], float], Path]:
-    def make(name: str, place: tuple[int, ...], value: float, dtype: torch.dtype = torch.float32) -> Path:
-        model = gpt2.load("shakespeare-mini").to(dtype)
-        model.get_parameter(name).data[place] = value
-        return gpt2.save(model, gpt2.load_tokenizer(), tmp_path / "damaged")
+def damaged(folder: Path, name: str, place: tuple[int, ...], value: float) -> Path:
+    model = gpt2.load("shakespeare-mini")
+    model.get_parameter(name).data[place] = value
+    return gpt2.save(model, gpt2.load_tokenizer(), folder)
 
-    return make
+
+@pytest.fixture(scope="module")
+def bad(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return damaged(tmp_path_factory.mktemp("damaged"), "h.0.mlp.c_fc.weight", (0, 77), 1e38)
 
 
 COMMANDS = (
@@ -95,14 +95,13 @@ COMMANDS = (
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_the_damaged_value(
     command: str,
-    damaged: Callable[..., Path],
+    bad: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """A flipped bit of an exponent: verify blamed the machine, compare and generate the dtype."""
     monkeypatch.setattr(runner, "watch", watch_a_fork)
-    bad = damaged("h.0.mlp.c_fc.weight", (0, 77), 1e38)
     port = tmp_path / "port.py"
     port.write_text(f"import gpt2\n\ndef build():\n    return gpt2.load({str(bad)!r})\n")
     names = {"bad": bad, "good": "shakespeare-mini", "port": f"{port}:build", "out": tmp_path / "out"}
@@ -112,12 +111,12 @@ def test_every_command_names_the_damaged_value(
     assert not any(blamed in err for blamed in ("float32", "machine", "dtype"))
 
 
-def test_info_and_notes_name_it_too(damaged: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_and_notes_name_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`info` describes a damaged file, since that is what it is asked for; a usable outlier is a note elsewhere."""
-    found = describe(str(damaged("h.1.attn.c_attn.bias", (5,), -math.inf)))
+    found = describe(str(damaged(tmp_path / "damaged", "h.1.attn.c_attn.bias", (5,), -math.inf)))
     assert found.notes[0].startswith("DAMAGED: holds a damaged value: h.1.attn.c_attn.bias[5] is -inf")
     assert found.not_finite == {"h.1.attn.c_attn.bias": 1}
-    large = str(damaged("h.1.attn.c_attn.bias", (5,), 1e8))
+    large = str(damaged(tmp_path / "damaged", "h.1.attn.c_attn.bias", (5,), 1e8))
     said = "h.1.attn.c_attn.bias[5] is 1e+08"
     assert said in describe(large).notes[0]
     for command in (f"generate {large} --max-new-tokens 1", f"export {large} {tmp_path / 'out'}", f"verify {large} --quick"):
