@@ -3,6 +3,7 @@
 import copy
 import itertools
 import json
+from functools import cache
 
 import numpy as np
 import pytest
@@ -203,28 +204,29 @@ HEALED = {
 }
 
 
+@cache
+def said_of(kind: str, lines: tuple[tuple[str, str], ...]) -> Diagnosis:
+    """What is said of a step of these lines; many corrections give the same step, which is diagnosed once."""
+    settings = SET | {"grad_accum": 1}
+    for word in kind.split():
+        settings |= KINDS.get(word, {})
+    settings = {key: value for key, value in settings.items() if value is not None}
+    return gpt2.diagnose_step(our_model(), step_of(settings["grad_accum"], **dict(lines)), our_model(), settings=settings)
+
+
 @pytest.mark.parametrize("id", each(HEALED))
 def test_a_correction_that_is_carried_out_heals_the_step(id: str) -> None:
     """The line that was printed was the one that the user already had: `(loss / grad_accum)`, `ignore_index=-100`; weights in
     bfloat16 were called detached from the gradient, by their own rounding."""
     faulty, wrong, kind = HEALED[id]
     slot, _, mended = faulty.partition(">")
-    others = {"update": BY_HAND} if slot in ("decay", "adam") else SCALED if kind == "scaled" else {}
-    others |= {"decay": "pass"} if kind == "undecayed" else {}
-    settings = SET | {"grad_accum": 1}
-    for word in kind.split():
-        settings |= KINDS.get(word, {})
-    settings = {key: value for key, value in settings.items() if value is not None}
-
-    def said(**lines: str) -> Diagnosis:
-        make_step = step_of(settings["grad_accum"], **others | lines)
-        return gpt2.diagnose_step(our_model(), make_step, our_model(), settings=settings)
-
-    found = said(**{slot: wrong})
+    lines = LINES | ({"update": BY_HAND} if slot in ("decay", "adam") else SCALED if kind == "scaled" else {})
+    lines |= {"decay": "pass"} if kind == "undecayed" else {}
+    found = said_of(kind, tuple((lines | {slot: wrong}).items()))
     cause = next((cause for cause in found.causes if cause.id == id), None)
     assert cause is not None, found.table()
     mend = cause.fix.partition("  #")[0].replace("...", LINES["loss"])
-    healed = said(**{"loss" if "loss = " in mend else mended or slot: mend})
+    healed = said_of(kind, tuple((lines | {"loss" if "loss = " in mend else mended or slot: mend}).items()))
     assert healed.ok, healed.table()
 
 
