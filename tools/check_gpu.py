@@ -107,6 +107,7 @@ def resume(device: str, work: Path, kept: dict[str, Any]) -> Rows:
     other = recipe(text, device=wanted.device, steps=STEPS, seed=1)
     # CUDA does not survive a fork; a server that never uses it has torch imported once for all of them.
     context = multiprocessing.get_context("forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn")
+    multiprocessing.set_forkserver_preload(["__main__", "torch._dynamo"])  # which an optimizer imports
 
     def run(which: Any, folder: Path, kill_at: int | None = None) -> None:
         process = context.Process(target=train, args=(which, folder))
