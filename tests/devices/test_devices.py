@@ -38,7 +38,7 @@ DTYPES = {"float32", "bfloat16", "float16"}
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), scale_attn_by_inverse_layer_idx=True))
+    return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), n_embd=24, scale_attn_by_inverse_layer_idx=True))
 
 
 QUICK = ("TF32", "mask ignored", "ignored gradient")

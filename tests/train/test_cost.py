@@ -1,6 +1,7 @@
 """What a run costs: the memory estimated before it, the machine's speed, and the settings chosen from these."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -180,7 +181,8 @@ def test_a_compiled_run_goes_on_to_the_same_bits(recipe, tmp_path):
     )
 
     def run(steps_recipe, folder):
-        subprocess.run([sys.executable, "-c", script, json.dumps(asdict(steps_recipe)), str(folder)], check=True)
+        environ = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # more are processes that import torch each
+        subprocess.run([sys.executable, "-c", script, json.dumps(asdict(steps_recipe)), str(folder)], check=True, env=environ)
 
     run(compiled, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
