@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -136,32 +138,30 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
     assert furthest(tmp_path / "one", tmp_path / "run") < 1e-6
 
 
-@pytest.fixture(scope="module")
-def undisturbed(recipe, tmp_path_factory) -> tuple[Recipe, Path]:
-    """A recipe, and the folder of its job by the command line."""
-    shared, folder = replace(recipe, batch_size=4, steps=80), tmp_path_factory.mktemp("undisturbed") / "whole"
-    assert command(shared, folder).wait(300) == 0, said(folder).read_text()
-    return shared, folder
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", [0, 1])
-def test_a_worker_is_killed_and_the_job_ends_as_if_it_had_not_been(undisturbed, tmp_path, victim):
+def test_workers_are_killed_and_the_job_ends_as_if_they_had_not_been(recipe, tmp_path):
     """To the bit, with dropout: DDP's gradient buckets in the first step of a run, resumed or not, differ from later ones."""
-    shared, whole = undisturbed
-    process = command(shared, tmp_path / "run")
-    reached(tmp_path / "run", 10, process)
-    children = Path(f"/proc/{process.pid}/task").glob("*/children")
-    workers = [pid for found in children for pid in found.read_text().split()]
-    workers = [int(pid) for pid in workers if b"train" in Path(f"/proc/{pid}/cmdline").read_bytes()]
-    assert len(workers) == 2
-    os.kill(workers[victim], signal.SIGKILL)
+    shared, whole, run = replace(recipe, batch_size=4, steps=80, eval_every=20, save_every=8), tmp_path / "whole", tmp_path / "run"
+    process, lost = command(shared, run), set()
+    for victim, step in ((0, 10), (1, 50)):
+        reached(run, step, process)
+        while len(pids := workers(process) - lost) < 2:
+            time.sleep(0.01)
+        os.kill(sorted(pids)[victim], signal.SIGKILL)
+        lost |= pids
     process.wait(300)
-    err = said(tmp_path / "run").read_text()
+    err = said(run).read_text()
     assert process.returncode == 0, err
-    assert "restarted after a process was lost" in err
+    assert "restarted after a process was lost (restart 2)" in err
     assert "Traceback" not in err
-    assert outcome(tmp_path / "run") == outcome(whole)
+    assert job(2, Run(shared, whole)) == ["finished"] * 2
+    assert outcome(run) == outcome(whole)
+
+
+def workers(process: subprocess.Popen) -> set[int]:
+    """The ids of a job's processes; the first is rank 0's."""
+    children = [pid for found in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in found.read_text().split()]
+    return {int(pid) for pid in children if b"train" in Path(f"/proc/{pid}/cmdline").read_bytes()}
 
 
 @pytest.mark.slow
