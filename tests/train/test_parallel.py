@@ -141,7 +141,8 @@ def test_adapters_shared_and_gone_on_with(shared, alone, tmp_path, how):
 @pytest.mark.slow
 def test_workers_are_killed_and_the_job_ends_as_if_they_had_not_been(recipe, tmp_path):
     """To the bit, with dropout: DDP's gradient buckets in the first step of a run, resumed or not, differ from later ones."""
-    shared, whole, run = replace(recipe, batch_size=4, steps=80, eval_every=20, save_every=8), tmp_path / "whole", tmp_path / "run"
+    shared = replace(recipe, batch_size=4, steps=80, eval_every=20, save_every=8)
+    whole, run = tmp_path / "whole", tmp_path / "run"
     process, lost = command(shared, run), set()
     for victim, step in ((0, 10), (1, 50)):
         reached(run, step, process)
