@@ -162,7 +162,8 @@ HEAVY = UNUSED | {"safetensors", "torch", "numpy", "tiktoken", "tokenizers", "ri
     [
         ("import gpt2", HEAVY),
         ("import gpt2.cli.main as m; m.parser().format_help()", HEAVY),
-        ("import gpt2.data, gpt2.data.bpe, gpt2.config, gpt2.errors", HEAVY),
+        ("import gpt2.data, gpt2.config, gpt2.errors", HEAVY),
+        ("import gpt2.data.bpe", HEAVY - {"tokenizers"}),
         ("import gpt2.checkpoint.hub, gpt2.checkpoint.names", HEAVY),
         ("import gpt2; gpt2.load(); gpt2.load_tokenizer()", UNUSED),
     ],

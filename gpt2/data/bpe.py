@@ -4,7 +4,10 @@ import json
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
 from gpt2.data.byte_level import N_BYTES, PATTERN, Merges, byte_alphabet, openai_byte_order
@@ -12,9 +15,6 @@ from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import refuse_surrogates
 from gpt2.errors import InputError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Pipeline
 
 
 def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
@@ -26,11 +26,9 @@ def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
     return found
 
 
-def byte_level_pipeline(vocab: Mapping[str, int], merges: Merges, **model: Any) -> "Pipeline":
+def byte_level_pipeline(vocab: Mapping[str, int], merges: Merges, **model: Any) -> Pipeline:
     """Return a byte-level BPE in the library's parts."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    pipeline = Tokenizer(models.BPE(dict(vocab), list(merges), continuing_subword_prefix="", end_of_word_suffix="", **model))
+    pipeline = Pipeline(models.BPE(dict(vocab), list(merges), continuing_subword_prefix="", end_of_word_suffix="", **model))
     pipeline.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     pipeline.decoder = decoders.ByteLevel()
     return pipeline
@@ -56,8 +54,6 @@ def made_bpe(
 
     ``around`` are the tokens that its template puts before and behind a prompt. Raises InputError: what the library refuses.
     """
-    from tokenizers import AddedToken, processors
-
     with library(where):
         backend = byte_level_pipeline(vocab, merges, **model)
         backend.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -85,9 +81,6 @@ def too_few(vocab_size: int, text: str, there: int, what: str) -> InputError:
 def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
     """Train a byte-level BPE of `vocab_size` tokens on `text`; deterministic. Raises InputError: below 257, or too few merges."""
     n_merges = entries_wanted(vocab_size, text)
-
-    from tokenizers import trainers
-
     tokenizer = byte_level_pipeline({}, [])
     alphabet = list(byte_alphabet())
     trainer = trainers.BpeTrainer(vocab_size=N_BYTES + n_merges, initial_alphabet=alphabet, show_progress=False)

@@ -11,12 +11,12 @@ import re
 from collections.abc import Mapping, Sequence
 from functools import cache
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from tokenizers import Tokenizer as Backend
+from tokenizers import models
 
 from gpt2.errors import InputError
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
 
 # OpenAI's pattern in tiktoken's possessive form: the same pieces without backtracking.
 PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
@@ -95,10 +95,8 @@ class Letters:
             raise InputError(f"{where} is not among the {len(self.vocab)} characters of this vocabulary; {remedy}") from None
 
 
-def lossless(backend: "Backend", vocab: Mapping[str, int]) -> bool:
+def lossless(backend: Backend, vocab: Mapping[str, int]) -> bool:
     """Return whether the library splits a text as GPT-2 does, changes nothing, and has all bytes: its ids' bytes are the text."""
-    from tokenizers import models
-
     model, split = backend.model, state(backend.pre_tokenizer)
     if not isinstance(model, models.BPE) or model.continuing_subword_prefix or model.end_of_word_suffix or model.dropout:
         return False
@@ -106,10 +104,8 @@ def lossless(backend: "Backend", vocab: Mapping[str, int]) -> bool:
     return as_own and backend.normalizer is None and vocab.keys() >= set(byte_alphabet())
 
 
-def core(backend: "Backend", vocab: Mapping[str, int], merges: Merges | None) -> "Core | Letters | None":
+def core(backend: Backend, vocab: Mapping[str, int], merges: Merges | None) -> Core | Letters | None:
     """Return a fast encoder if what the library built is GPT-2's own kind of BPE, or single characters, from whatever files."""
-    from tokenizers import models
-
     model = backend.model
     if isinstance(model, models.WordLevel) and model.unk_token not in vocab and backend.normalizer is None:
         split = state(backend.pre_tokenizer)

@@ -2,6 +2,8 @@
 tiny Shakespeare). A text has about three times as many tokens as with GPT-2's BPE.
 """
 
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
 from gpt2.data.byte_level import LETTER
 from gpt2.data.library import LibraryTokenizer
 from gpt2.data.tokenizer import refuse_surrogates
@@ -10,8 +12,6 @@ from gpt2.errors import InputError
 
 def chars_of(text: str) -> LibraryTokenizer:
     """Return a tokenizer whose ids are the text's characters, in code point order. Raises InputError: none, or a surrogate."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-
     refuse_surrogates(text)
     if not text:
         raise InputError("no characters to make a vocabulary of; give a text that is not empty")

@@ -12,15 +12,15 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+from tokenizers import AddedToken, processors
+from tokenizers import Tokenizer as Backend
 
 from gpt2.config import quoted
 from gpt2.data import byte_level
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError, panicked
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer as Backend
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
 GROWTH = 1000  # a part may make a text so many times as long; 40 steps that double it would fill any memory
@@ -41,10 +41,8 @@ def library(where: str) -> Iterator[None]:
         raise InputError(f"{where}: the tokenizers library cannot read it ({reason}); fetch the files again") from None
 
 
-def template_around(before: str | None, behind: str | None, pipeline: "Backend") -> Any:
+def template_around(before: str | None, behind: str | None, pipeline: Backend) -> Any:
     """Return a post-processor that puts a token before and one behind every prompt."""
-    from tokenizers import processors
-
     single = " ".join(f"{part}:0" for part in (before, "$A", behind) if part)
     special = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys(filter(None, (before, behind)))]
     return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
@@ -69,7 +67,7 @@ class LibraryTokenizer(Tokenizer):
 
     def __init__(
         self,
-        backend: "Backend",
+        backend: Backend,
         *,
         roles: Mapping[str, str] | None = None,
         merges: byte_level.Merges | None = None,
@@ -189,8 +187,6 @@ class LibraryTokenizer(Tokenizer):
         return super().token(token_id) if self._bytewise else str(self.backend.id_to_token(token_id))
 
     def with_tokens(self, tokens: Sequence[str]) -> Self:
-        from tokenizers import AddedToken
-
         added = [token for token in dict.fromkeys(tokens) if token not in self.matched]
         for token in added:
             refuse_surrogates(token)
