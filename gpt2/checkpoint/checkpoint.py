@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -25,13 +24,10 @@ from gpt2.checkpoint.names import ADAPTER, DEFAULT, OFFICIAL, PATHS, REPOSITORY,
 from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.damage import ADVICE, Look, look
-from gpt2.data import from_directory, holds_tokenizer
+from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory, user_path
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
-
-if TYPE_CHECKING:
-    from gpt2.data import Tokenizer
 
 Reader = Callable[[str, torch.dtype], Tensor]  # (parameter's name, dtype) -> the parameter, on the CPU
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -18,13 +17,11 @@ from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import FLOATS, WEIGHTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
 from gpt2.config import GPT2Config, quoted
+from gpt2.data import Tokenizer
 from gpt2.data.chat import FILE as CHAT
 from gpt2.data.files import LEGACY, SMALL
 from gpt2.errors import InputError, user_path
-
-if TYPE_CHECKING:
-    from gpt2.data import Tokenizer
-    from gpt2.model import GPT2
+from gpt2.model import GPT2
 
 FORMATS = ("hf", "gguf", "llmc")
 GGUF_FILE = "model.gguf"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +18,10 @@ from gpt2.checkpoint.containers.gguf_file import ARRAY, CONFIG_KEYS, KINDS, SCAL
 from gpt2.checkpoint.keys import layer, to_file, to_gguf
 from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config, quoted
+from gpt2.data import Tokenizer
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
-
-if TYPE_CHECKING:
-    from gpt2.data import Tokenizer
-    from gpt2.model import GPT2
+from gpt2.model import GPT2
 
 TANH_GELU = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # Type of the matrices -> llama.cpp's number of the file type (llama.h, llama_ftype).

@@ -6,7 +6,6 @@ Source: karpathy/llm.c, train_gpt2.py (write_model, write_tokenizer, write_state
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +15,8 @@ from gpt2.checkpoint.containers.llmc_file import BFLOAT16, FLOAT32, MODEL, STATE
 from gpt2.checkpoint.gguf_writer import require_formulas
 from gpt2.checkpoint.saving import raw_bytes
 from gpt2.config import GPT2Config
-
-if TYPE_CHECKING:
-    from gpt2.data import Tokenizer
-    from gpt2.model import GPT2
+from gpt2.data import Tokenizer
+from gpt2.model import GPT2
 
 VERSIONS = {"f32": FLOAT32, "bf16": BFLOAT16}
 DTYPES = {"f32": torch.float32, "bf16": torch.bfloat16}

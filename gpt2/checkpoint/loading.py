@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -13,11 +12,9 @@ from gpt2.checkpoint.containers import require_whole_files, whole
 from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
 from gpt2.config import GPT2Config, quoted
 from gpt2.damage import ADVICE, Look, look, require_finite
+from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.model import GPT2
-
-if TYPE_CHECKING:
-    from gpt2.data import Tokenizer
 
 
 def load(

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,9 +32,7 @@ from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import GPT2Config, number, quoted
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.lora import PROJECTIONS, adapters, merge_into
-
-if TYPE_CHECKING:
-    from gpt2.model import GPT2
+from gpt2.model import GPT2
 
 Reader = Callable[[str, torch.dtype], Tensor]
 WEIGHTS = ADAPTED[0]

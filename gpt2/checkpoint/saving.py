@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import torch
 from torch import Tensor
@@ -20,13 +20,11 @@ from gpt2.checkpoint.containers import listed, require_whole_files
 from gpt2.checkpoint.containers.safetensors_file import DTYPES
 from gpt2.checkpoint.keys import expected, to_file
 from gpt2.checkpoint.names import WEIGHTS
+from gpt2.config import GPT2Config
+from gpt2.data import Tokenizer
 from gpt2.data.files import opened, read_all, written_aside
 from gpt2.errors import InputError, user_path
-
-if TYPE_CHECKING:
-    from gpt2.config import GPT2Config
-    from gpt2.data import Tokenizer
-    from gpt2.model import GPT2
+from gpt2.model import GPT2
 
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}

@@ -8,7 +8,12 @@ from collections.abc import Sequence
 from string import ascii_lowercase
 from typing import TYPE_CHECKING, Any
 
+from gpt2.comparison.passage import Scored
+from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE
+from gpt2.comparison.weights import TensorChange
+from gpt2.comparison.words import Word
+from gpt2.measure.environment import Environment
 from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.tracing import layer_of
 from gpt2.pages.drawing import INK, LEVELS, MUTED, RULE, B, both, logarithmic, shade
@@ -17,12 +22,6 @@ from gpt2.pages.reports import Column, Section, Styled, numbers
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-
-    from gpt2.comparison.passage import Scored
-    from gpt2.comparison.sides.side import ComparedModel
-    from gpt2.comparison.weights import TensorChange
-    from gpt2.comparison.words import Word
-    from gpt2.measure.environment import Environment
 
 
 def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> str:

@@ -6,16 +6,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from gpt2.checkpoint.official import Official
 from gpt2.measure.environment import Environment
 from gpt2.measure.rounding import FORWARD_RATIO, MACHINE_RATIO, TRAINING_RATIO, of_the_machine
 from gpt2.measure.tracing import block_of, layer_of, part_of
 from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
+from gpt2.parity.record import RecordReport
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
-
-    from gpt2.checkpoint.official import Official
-    from gpt2.parity.record import RecordReport
 
 EXACT, MAPPING, ROUNDING = "exact", "mapping", "rounding"
 # Why a report has unfinished checks.

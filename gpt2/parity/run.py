@@ -28,13 +28,13 @@ from gpt2.parity import checks, reference
 from gpt2.parity.checks import Probe, Subject
 from gpt2.parity.findings import DifferenceFound, Findings
 from gpt2.parity.forward import forward
+from gpt2.parity.record import RecordReport, compute, public_record
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.settings import VerifySettings
 from gpt2.parity.training import gradients, rounded_gradients
 
 if TYPE_CHECKING:
     from gpt2.devices.report import DeviceReport
-    from gpt2.parity.record import RecordReport
 
 
 MORE_DRAWS = 8  # times as many runs with random errors, before rounding errors make a model differ
@@ -146,8 +146,6 @@ def _verified(name: str, settings: VerifySettings) -> Report:
             _compare(subject)
             public = None
             if recorded is not None and all(check.ok for check in findings.checks()):
-                from gpt2.parity.record import compute, public_record
-
                 model = make(ours.path, torch.float32)
                 public = compute(recorded, public_record(), model, ours.own_tokenizer(), progress, asked=settings.record)
             return report("", public)
