@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.damage import ADVICE, Look, look
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
+from gpt2.data.client import uncollected
 from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory, user_path
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
@@ -60,7 +59,7 @@ class Checkpoint(ABC):
             needed = self.config.num_parameters() * dtype.itemsize
             require_memory(needed, f"{self.name}: its weights in {dtype}".replace("torch.", ""), "leave the dtype out")
         if dtype == torch.int8:
-            with _uncollected():
+            with uncollected():
                 model: GPT2 = (small := Int8GPT2(self.config))
                 for name in names:  # one at a time: all of them in float32 need four times the result's memory
                     small.put(name, read(name, torch.float32), device)
@@ -308,24 +307,12 @@ def tokenizer_of(path: Path, *, offline: bool = False) -> Tokenizer:
 
 def model_with(config: GPT2Config, tensors: Iterable[tuple[str, Tensor]]) -> GPT2:
     """Build a GPT2 in eval mode around the given tensors, without copying them. Missing parameters stay uninitialised."""
-    with _uncollected():
+    with uncollected():
         model = GPT2(config, initialise=False)
         for name, tensor in tensors:
             module, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(module), leaf, nn.Parameter(tensor))
     return model.eval()
-
-
-@contextmanager
-def _uncollected() -> Iterator[None]:
-    """Switch garbage collection off: thousands of new objects would trigger one that walks all of torch, in 0.1 s."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
 
 
 def random_model(random: RandomWeights) -> GPT2:

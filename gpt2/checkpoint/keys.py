@@ -104,6 +104,7 @@ OTHER_HEADS = re.compile(
 )
 # TensorFlow's training state beside a model: a counter, Adam's moments.
 TRAINING_STATE = re.compile(r"global_step|beta[12]_power|model/[\w/]{1,40}/Adam(_1)?", re.ASCII)
+REDUNDANT = (CAUSAL_MASK, MASKED_SCORE, OTHER_HEADS, TRAINING_STATE)  # what may stand beside the parameters
 
 
 def expected(config: GPT2Config) -> dict[str, tuple[int, ...]]:
@@ -140,11 +141,6 @@ def is_parameter(name: str) -> bool:
     """Return whether one of our names is a parameter's of some GPT-2, or of a third of one."""
     name, _ = share(name)
     return name in TABLE or name == HEAD or layer(name) is not None
-
-
-def is_redundant(name: str) -> bool:
-    """Return whether a tensor of this name may stand beside the parameters: a mask, another head, an optimizer's state."""
-    return any(kind.fullmatch(name) for kind in (CAUSAL_MASK, MASKED_SCORE, OTHER_HEADS, TRAINING_STATE))
 
 
 def layer(name: str) -> int | None:

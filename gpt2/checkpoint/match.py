@@ -186,7 +186,8 @@ def require_gpt2(files: Files, where: Path) -> None:
     there |= {name: name in held for name in ("wpe.weight", "ln_f.weight")}
     if not (lacking := [name for name, is_there in there.items() if not is_there]):
         return
-    unknown = [key for key, name in named.items() if not keys.is_parameter(name) and not keys.is_redundant(name)]
+    odd = {key: name for key, name in named.items() if not keys.is_parameter(name)}
+    unknown = [key for key, name in odd.items() if not any(kind.fullmatch(name) for kind in keys.REDUNDANT)]
     _refuse_known_cause(files, unknown)
     config = read_json(where / "config.json") if (where / "config.json").is_file() else {}
     if isinstance(config, dict) and (kind := config.get("model_type", "gpt2")) != "gpt2":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison.activations import compare_activations
-from gpt2.comparison.blame import Blame, find_blame
+from gpt2.comparison.blame import find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
@@ -94,6 +94,10 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         return Comparisons(tuple(every), passage.scored, env, seed, seconds, spent, _ranking(every, seed))
     (pair,) = pairs
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
+    blame = None
+    if settings.blame:
+        vocab = min(each.vocab for each in sides)
+        blame = find_blame(*_shared(*sides), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=settings.progress)
     parts_of = ("distributions", "weights", "activations", "words", "cases", "floor")
     return Comparison(
         a=a.hashed(),
@@ -103,7 +107,7 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         **{name: getattr(pair, name) for name in parts_of},
         alone=() if pair.distributions else (own.score, pair.language.score),
         last_words=LastWords(last_words, pair.last_words, change) if last_words and pair.last_words and change else None,
-        blame=_blame(sides[0], sides[1], passage, settings) if settings.blame else None,
+        blame=blame,
         environment=env,
         seed=seed,
         seconds=time.perf_counter() - started,
@@ -215,12 +219,6 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
             logits(inputs)
             settings.progress(f"{name}: {group[-1].end:,} of {len(passage.ids) - 1:,} tokens")
     return path
-
-
-def _blame(a: Side, b: Side, passage: Passage, settings: Settings) -> Blame:
-    """Find which parts of b's weights carry the difference from a."""
-    vocab, seed = min(a.vocab, b.vocab), settings.seed
-    return find_blame(*_shared(a, b), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=settings.progress)
 
 
 def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read, Read]:

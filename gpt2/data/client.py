@@ -3,32 +3,42 @@
 import gc
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from gpt2.errors import InputError, printable
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Switch garbage collection off: thousands of new objects would trigger one that walks all of torch, in 0.1 s."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def check_environment() -> None:
     """Raise InputError for a setting with which `huggingface_hub`, and so transformers, cannot be imported or used."""
     names = [name for name in ("HF_ENDPOINT", "HF_HUB_ETAG_TIMEOUT", "HF_HUB_DOWNLOAD_TIMEOUT") if name in os.environ]
     given = ", ".join(f"{name}={os.environ[name]}" for name in names) or "HF_HOME"
-    collects = gc.isenabled()
-    gc.disable()  # the client's new objects would trigger collections that walk all of torch: a half of the time of its import
     try:
-        from huggingface_hub import constants
+        with uncollected():  # a half of the time of the client's import
+            from huggingface_hub import constants
 
-        if not urlsplit(constants.ENDPOINT).hostname or urlsplit(constants.ENDPOINT).port == 0:
-            raise ValueError("an endpoint is https://HOST")
-        from huggingface_hub import HfApi, get_token  # noqa: F401 (prints a line for a setting that is refused above)
+            if not urlsplit(constants.ENDPOINT).hostname or urlsplit(constants.ENDPOINT).port == 0:
+                raise ValueError("an endpoint is https://HOST")
+            from huggingface_hub import HfApi, get_token  # noqa: F401 (prints a line for a setting that is refused above)
 
         if not ((token := get_token() or "").isascii() and token.isprintable()):
             given = "HF_TOKEN, or run `hf auth login`"
             raise ValueError("the token holds characters that no token has")
     except (ValueError, OSError) as error:
         raise InputError(f"the Hub's settings cannot be used ({one_line(error)}): correct or unset {given}") from None
-    finally:
-        if collects:
-            gc.enable()
 
 
 def one_line(error: BaseException) -> str:

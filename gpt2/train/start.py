@@ -77,7 +77,7 @@ def start(recipe: Recipe, folder: Path, init: str | None, fresh: bool, ranks: Ra
     if recipe.lora.r:
         assert isinstance(model, GPT2), "a bigram with adapters is refused when the recipe is read"
         if not checkpoint:
-            state.save_base(folder, model, text.tokenizer)
+            state.write_whole(folder / state.BASE, model, text.tokenizer, {})
         notes.append(models.adapt(model, recipe, checkpoint))
     moments, progress = state.stored(checkpoint) if checkpoint else ({}, None)
     if progress and before < recipe.steps:

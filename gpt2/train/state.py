@@ -209,7 +209,7 @@ def save(
 ) -> None:
     """Write ``folder/step-N``, then remove all but the newest :data:`KEEP` checkpoints up to it."""
     files: Files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
-    _write_whole(folder / f"step-{progress.step}", model, tokenizer, files)
+    write_whole(folder / f"step-{progress.step}", model, tokenizer, files)
     prune(folder, progress)
 
 
@@ -225,12 +225,7 @@ def save_best(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, progress
     files = {"progress.json": json.dumps(asdict(progress)).encode()}
     with contextlib.suppress(InputError):  # no file that can be read
         files |= {CARD: edited} if (edited := edited_card(folder / BEST)) is not None else {}
-    _write_whole(folder / BEST, model, tokenizer, files)
-
-
-def save_base(folder: Path, model: GPT2, tokenizer: Tokenizer) -> None:
-    """Write ``folder/base``: the frozen weights of a run that trains adapters."""
-    _write_whole(folder / BASE, model, tokenizer, {})
+    write_whole(folder / BEST, model, tokenizer, files)
 
 
 def model_of(folder: Path, checkpoint: Path) -> Path:
@@ -291,7 +286,7 @@ def _step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Files) -> None:
+def write_whole(target: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, files: Files) -> None:
     """Write a model's directory with these files atomically."""
     with appearing(target) as aside:
         init = json.loads(read_all(target.parent / RECIPE))["init"]
