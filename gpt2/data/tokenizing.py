@@ -24,10 +24,9 @@ from typing import Any
 import numpy as np
 
 from gpt2.data import token_files
-from gpt2.data.batches import FILLER
+from gpt2.data.batches import FILLER, draw, lay_out
 from gpt2.data.documents import Document, documents
 from gpt2.data.files import write as write_files
-from gpt2.data.packing import draw, lay_out
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError
 

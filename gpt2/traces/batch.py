@@ -14,7 +14,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.files import decoded, read_all
 from gpt2.errors import InputError
-from gpt2.measure.npy import read_npy
+from gpt2.measure.dumps import read_npy
 from gpt2.measure.texts import OWN_FILE, open_text
 
 ROWS, TOKENS = 4, 64  # batch and sequence length by default, those of llm.c's debug state

@@ -12,12 +12,10 @@ import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
-from gpt2.data.batches import FILLER, SCORED, slices
-from gpt2.data.bpe import train_bpe, words_of
-from gpt2.data.chars import chars_of
+from gpt2.data.batches import FILLER, HASHED, SCORED, held_out, lay_out, slices
+from gpt2.data.bpe import chars_of, train_bpe, words_of
 from gpt2.data.documents import LINE_ENDS, Document, documents, files, size, skipped
 from gpt2.data.files import END_OF_TEXT
-from gpt2.data.packing import HASHED, held_out, lay_out
 from gpt2.errors import InputError
 from gpt2.train.classify import classes_of
 from gpt2.train.recipe import PLAYS, Recipe
@@ -39,7 +37,7 @@ class Corpus:
     val_marks: np.ndarray | None = None
     notes: tuple[str, ...] = ()
     end: int | None = None  # the id at which attention and positions end with a document; None: they do not
-    tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.packing.lay_out`)
+    tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.batches.lay_out`)
     mapped: bool = False  # from token files; else in memory
     held_out: str = ""  # in words, what of the text is validation
     held: tuple[Document, ...] = ()  # those documents, where they are in memory

@@ -4,11 +4,13 @@ Random numbers of step ``n`` depend only on the seed and ``n``, so a resumed run
 """
 
 import math
-from collections.abc import Callable
-from contextlib import ExitStack
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,7 +26,6 @@ from gpt2.train.cost import peak_memory, tokens_at_peak
 from gpt2.train.divergence import Rewind
 from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
-from gpt2.train.interrupt import interruptions
 from gpt2.train.loss import WithLoss
 from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
 from gpt2.train.parallel import Ranks
@@ -259,3 +260,27 @@ class _Run:
     def tell(self, event: Event) -> None:
         if self.ranks.rank == 0:
             self.report(event)
+
+
+@contextmanager
+def interruptions(signals: list[int]) -> Iterator[Callable[[], bool]]:
+    """Record the first Ctrl-C or SIGTERM in the caller's list, which is read between steps; a second signal acts at once."""
+    before: dict[int, Any] = {}
+
+    def note(number: int, frame: object) -> None:
+        signals.append(number)
+        restore()
+
+    def restore() -> None:
+        for handled, handler in before.items():
+            signal.signal(handled, handler)
+
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, note) or signal.SIG_DFL  # None: set from outside Python
+    except ValueError:  # only the main thread may handle signals
+        before.clear()
+    try:
+        yield lambda: bool(signals)
+    finally:
+        restore()

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from gpt2.data import Tokenizer
+from gpt2.data.batches import held_out
 from gpt2.data.documents import Document
 from gpt2.data.files import END_OF_TEXT
-from gpt2.data.packing import held_out
 from gpt2.train.recipe import Data
 
 MARK = re.compile(r"<\|\w{1,40}\|>|\[(?:PAD|SEP|CLS|MASK|BOS|EOS)\]|</?s>")  # how special tokens are written

@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 from support.commands import refusal
 
-from gpt2.data.batches import FILLER, READ, SCORED
+from gpt2.data.batches import FILLER, READ, SCORED, held_out, lay_out
 from gpt2.data.documents import Document, documents, files, size
-from gpt2.data.packing import held_out, lay_out
 
 
 def read(path: Path, field: str = "text", prompt: str = "") -> list[tuple[str, str, str]]:

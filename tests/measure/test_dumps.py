@@ -12,8 +12,7 @@ from safetensors.torch import save_file
 from support import hf_layouts
 from support.commands import refusal
 
-from gpt2.measure.dumps import dump_of, read
-from gpt2.measure.npy import read_npy, read_npz
+from gpt2.measure.dumps import dump_of, read, read_npy, read_npz
 
 CONFIG = hf_layouts.TINY
 IDS = np.array([[1, 2, 3], [4, 5, 6]])

@@ -71,7 +71,7 @@ def test_a_text_in_pieces_is_the_whole_text(recipe, tmp_path, monkeypatch):
     path.write_text("".join(rng.choices(parts, weights=[9, 9, 3, 2, 5, 0.04, 0.04, 3, 1, 1, 1], k=12000)), encoding="utf-8")
     recipe = replace(recipe, data=Data(path=str(path)))
     monkeypatch.setattr(documents, "PIECE", 200)
-    monkeypatch.setattr("gpt2.data.packing.HASHED", 1)
+    monkeypatch.setattr("gpt2.data.batches.HASHED", 1)
     pieces = list(documents.documents([path], tally=Counter(), streamed=True))
     assert sum(piece.more for piece in pieces) > 10 < sum(not piece.more for piece in pieces)
     mapped, held = read(recipe, 0), read(recipe, 1 << 40)
