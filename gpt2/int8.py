@@ -160,14 +160,6 @@ class Int8GPT2(GPT2):
         else:
             setattr(module, leaf, nn.Parameter(tensor.float().to(device), requires_grad=False))
 
-    @classmethod
-    def of(cls, model: GPT2) -> Self:
-        """Return a quantised copy of ``model``."""
-        copy = cls(model.config)
-        for name, tensor in model.state_dict().items():
-            copy.put(name, tensor, tensor.device)
-        return copy
-
     def head(self, hidden: Tensor) -> Tensor:
         table = self.head_table
         return product(hidden.reshape(-1, hidden.size(-1)), table.weight, table.get_buffer("scale")).view(*hidden.shape[:-1], -1)

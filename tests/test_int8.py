@@ -133,6 +133,14 @@ def drawn(tied: bool = True) -> GPT2:
     return random_model(replace(CONFIG, tie_word_embeddings=tied), 0.3, dtype=torch.float32)
 
 
+def quantised(model: GPT2) -> Int8GPT2:
+    """A quantised copy, made as a checkpoint is loaded."""
+    copy = Int8GPT2(model.config)
+    for name, tensor in model.state_dict().items():
+        copy.put(name, tensor, tensor.device)
+    return copy
+
+
 @TIED
 def test_it_is_the_model_of_its_rounded_weights(tied: bool) -> None:
     """Possible bugs: a scale per column instead of per row, a transposed projection, rounded positions or norms."""
@@ -142,7 +150,7 @@ def test_it_is_the_model_of_its_rounded_weights(tied: bool) -> None:
             before = parameter.clone()
             parameter.copy_(rounded_parameter(name, parameter))
             assert parameter.equal(before) == (parameter.ndim == 1 or name == "wpe.weight"), name
-        small = Int8GPT2.of(model)
+        small = quantised(model)
         ids = torch.randint(67, (3, 12), generator=torch.Generator().manual_seed(1))
         expected, found = rounded(ids), small(ids)
         assert (found - expected).norm() < 0.02 * expected.norm()  # the rounding of the activations
@@ -154,7 +162,7 @@ def test_it_is_the_model_of_its_rounded_weights(tied: bool) -> None:
 @pytest.mark.parametrize("rows", [1, 5, MAX_KERNEL_ROWS + 1])
 def test_decoding_equals_the_model(rows: int, tied: bool) -> None:
     """Possible bugs: a decoder without a scale, or with another token's scale."""
-    small = Int8GPT2.of(drawn(tied))
+    small = quantised(drawn(tied))
     decoder, caches = Decoder(small), (small.new_cache(rows), small.new_cache(rows))
     assert decoder.forward_pass is not None
     ids = torch.randint(67, (rows, 8), generator=torch.Generator().manual_seed(2))
@@ -185,7 +193,7 @@ def test_what_it_costs_on_the_embedded_model() -> None:
 def test_a_name_is_enough(tmp_path: Path) -> None:
     """From a file one tensor at a time, from a model in memory, and from [out, in]: the same result."""
     folder = gpt2.save(gpt2.load(), gpt2.load_tokenizer(), tmp_path / "m")
-    by_file, by_model = gpt2.load(f"{folder}:int8"), Int8GPT2.of(gpt2.load())
+    by_file, by_model = gpt2.load(f"{folder}:int8"), quantised(gpt2.load())
     assert isinstance(by_file, GPT2)
     states = by_file.state_dict(), by_model.state_dict()
     assert states[0].keys() == states[1].keys()

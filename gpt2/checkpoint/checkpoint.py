@@ -178,10 +178,6 @@ class RandomCheckpoint(Checkpoint):
         state = random_model(self.random).state_dict()
         return lambda name, dtype: state[name].to(dtype)
 
-    def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
-        dtype, model = dtype or self.dtype, random_model(self.random).to(device)
-        return Int8GPT2.of(model) if dtype == torch.int8 else model.to(dtype).eval()
-
     def tokenizer(self) -> Tokenizer:
         raise gguf_file.NoTokenizer(f"{self.name}: random weights come without a tokenizer; name a trained model")
 

@@ -14,23 +14,22 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from gpt2.config import quoted
 from gpt2.data.client import check_environment
-from gpt2.data.library import BYTE, LibraryTokenizer
+from gpt2.data.library import BYTE, LibraryTokenizer, library
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
-from gpt2.errors import InputError, panicked
+from gpt2.errors import InputError
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress transformers' warnings."""
-    library = logging.getLogger("transformers")
-    before = library.level
-    library.setLevel(logging.ERROR)
+    log = logging.getLogger("transformers")
+    before = log.level
+    log.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        library.setLevel(before)
+        log.setLevel(before)
 
 
 def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
@@ -42,21 +41,13 @@ def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
     for file in folder.glob("*.model") if alone else ():
         raise InputError(f"{file}: reading it takes sentencepiece and protobuf; pip install 'gpt2-toolkit[sentencepiece]'")
     check_environment()
-    try:
-        with quiet():
-            from transformers import AutoTokenizer
+    remedy = "repair the files, or save the tokenizer as tokenizer.json with the program that made it"
+    with library(str(folder), "transformers cannot read its tokenizer", remedy), quiet():
+        from transformers import AutoTokenizer
 
-            found = AutoTokenizer.from_pretrained(
-                folder, tokenizer_type=model_type, local_files_only=True, trust_remote_code=False
-            )
+        found = AutoTokenizer.from_pretrained(folder, tokenizer_type=model_type, local_files_only=True, trust_remote_code=False)
         if not len(found):
             raise ValueError("a tokenizer without tokens")
-    except BaseException as error:
-        if not isinstance(error, Exception) and not panicked(error):
-            raise
-        reason = quoted(f"{type(error).__name__}: {' '.join(str(error).split())}"[:200])
-        remedy = "repair the files, or save the tokenizer as tokenizer.json with the program that made it"
-        raise InputError(f"{folder}: transformers cannot read its tokenizer ({reason}); {remedy}") from None
     return found
 
 

@@ -131,11 +131,8 @@ def _as_it_is(
 ) -> LibraryTokenizer | None:
     """Return tokenizer.json as it is; None where the class would add tokens or replace one of its parts."""
     pipeline = Pipeline.from_str(read_text(folder / WHOLE))
-    model, added, roles = (
-        whole["model"],
-        {each["content"]: each for each in whole.get("added_tokens") or ()},
-        _roles(stated, named),
-    )
+    model, roles = whole["model"], _roles(stated, named)
+    added = {each["content"]: each for each in whole.get("added_tokens") or ()}
     all_stated = [*stated, *({"content": text, "special": True} for text in roles.values())]
     if "fast_tokenizer_files" in config or not all(_adds_nothing(token, added) for token in all_stated):
         return None

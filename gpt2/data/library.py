@@ -28,7 +28,9 @@ ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_t
 
 
 @contextmanager
-def library(where: str) -> Iterator[None]:
+def library(
+    where: str, fault: str = "the tokenizers library cannot read it", remedy: str = "fetch the files again"
+) -> Iterator[None]:
     """Report what the library does not take as an InputError of one line."""
     try:
         yield
@@ -37,8 +39,9 @@ def library(where: str) -> Iterator[None]:
     except BaseException as error:
         if not isinstance(error, Exception) and not panicked(error):
             raise
-        reason = quoted(" ".join(str(error).split()))
-        raise InputError(f"{where}: the tokenizers library cannot read it ({reason}); fetch the files again") from None
+        kind = "" if type(error) is Exception else f"{type(error).__name__}: "
+        reason = quoted(f"{kind}{' '.join(str(error).split())}"[:200])
+        raise InputError(f"{where}: {fault} ({reason}); {remedy}") from None
 
 
 def template_around(before: str | None, behind: str | None, pipeline: Backend) -> Any:

@@ -19,11 +19,10 @@ from gpt2.errors import InputError, require_memory, user_path
 from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
 from gpt2.optim import adamw, learning_rate
-from gpt2.train import divergence, models, parallel, shards, state
+from gpt2.train import models, parallel, shards, state
 from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.cost import peak_memory, tokens_at_peak
-from gpt2.train.divergence import Rewind
 from gpt2.train.evaluation import scores
 from gpt2.train.feed import Feed
 from gpt2.train.loss import WithLoss
@@ -33,7 +32,7 @@ from gpt2.train.recipe import Recipe
 from gpt2.train.runs import overfitting
 from gpt2.train.start import Start, start
 from gpt2.train.state import Progress
-from gpt2.train.step import optimizer_step
+from gpt2.train.step import MAX_REWINDS, MAX_SKIPS, Rewind, fault_of, loss_limit, optimizer_step
 
 __all__ = ["Diverged", "Estimated", "Evaluated", "Logged", "Result", "Started", "train"]
 
@@ -152,10 +151,10 @@ class _Run:
         while not stopped:
             lr = learning_rate(progress.step, recipe.steps, recipe.optim)
             seeded = replace(recipe, seed=(recipe.seed + progress.rewinds) % 2**63)  # a rewind changes windows and dropout
-            limit = divergence.limit(progress.best_loss, self.tokenizer.n_vocab)
+            limit = loss_limit(progress.best_loss, self.tokenizer.n_vocab)
             require_whole_files()
             loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
-            fault = divergence.fault(loss, norm, limit)
+            fault = fault_of(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:
                 self.diverged(progress, fault)
@@ -196,12 +195,12 @@ class _Run:
         """Log a diverged step; then stop, skip it, or rewind, as the recipe says. Too many skips or rewinds stop the run."""
         action = self.recipe.on_divergence
         last_resort = ""
-        if action == "skip" and progress.skips >= divergence.MAX_SKIPS:
-            last_resort = f" ({divergence.MAX_SKIPS} steps in a row)"
+        if action == "skip" and progress.skips >= MAX_SKIPS:
+            last_resort = f" ({MAX_SKIPS} steps in a row)"
         elif action == "rewind" and not self.ranks.first(lambda: len(state.checkpoints(self.folder))):
             last_resort = " (no checkpoint to rewind to)"
-        elif action == "rewind" and progress.rewinds >= divergence.MAX_REWINDS:
-            last_resort = f" ({divergence.MAX_REWINDS} rewinds did not help)"
+        elif action == "rewind" and progress.rewinds >= MAX_REWINDS:
+            last_resort = f" ({MAX_REWINDS} rewinds did not help)"
         action = "stop" if last_resort else action
         self.write(step=progress.step, diverged=fault, action=action)
         self.ranks.together(self.metrics.sync)

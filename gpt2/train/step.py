@@ -1,4 +1,4 @@
-"""Run one optimizer step: this rank's rows in parts, the exchange of gradients, and the update."""
+"""Run one optimizer step: this rank's rows in parts, the exchange of gradients, and the update, unless the step has diverged."""
 
 import math
 
@@ -6,9 +6,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from gpt2.train import divergence, parallel
+from gpt2.train import parallel
 from gpt2.train.feed import Feed
 from gpt2.train.recipe import Recipe
+
+MARGIN = 2.0  # nats at least that a loss has exploded by, from which later steps do not recover; for small vocabularies
+MAX_SKIPS, MAX_REWINDS = 10, 3  # skips in a row, rewinds in a run; more stop the run
 
 
 def optimizer_step(
@@ -48,7 +51,7 @@ def optimizer_step(
     norm = float(parallel.full(torch.nn.utils.clip_grad_norm_(scored.parameters(), recipe.optim.clip or math.inf)))
     for group in optimizer.param_groups:
         group["lr"] = lr
-    if not divergence.fault(mean, norm, limit):
+    if not fault_of(mean, norm, limit):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return mean, norm
@@ -59,3 +62,25 @@ def _seed(seed: int, device: torch.device) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type != "cpu":
         torch.get_device_module(device).manual_seed(seed)
+
+
+class Rewind(Exception):
+    """Step ``step`` diverged: resume from the newest checkpoint, with other windows."""
+
+    def __init__(self, step: int, why: str) -> None:
+        super().__init__(f"step {step}: {why}")
+        self.step, self.why = step, why
+
+
+def loss_limit(best_loss: float | None, n_vocab: int) -> float:
+    """Return the training loss, nats per token, above which it has exploded: best held-out loss + that of a uniform guess."""
+    return math.inf if best_loss is None else best_loss + max(MARGIN, math.log(n_vocab))
+
+
+def fault_of(loss: float, grad_norm: float, limit: float = math.inf) -> str:
+    """Return what is wrong with a step's loss and gradient norm; "" if nothing."""
+    if not math.isfinite(loss) or not math.isfinite(grad_norm):
+        return f"loss {loss}, gradient norm {grad_norm}"
+    if loss > limit:
+        return f"loss {loss:.4f}, which has exploded (more than {limit:.2f})"
+    return ""

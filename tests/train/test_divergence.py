@@ -15,8 +15,9 @@ from support.training import metrics, outcome
 
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.model import GPT2
-from gpt2.train import divergence, feed, loop, state
+from gpt2.train import feed, loop, state
 from gpt2.train.loop import Diverged, Started, train
+from gpt2.train.step import fault_of, loss_limit
 
 
 @pytest.fixture
@@ -58,14 +59,14 @@ def poison(monkeypatch):
 
 
 def test_what_a_fault_is():
-    assert divergence.fault(1.0, 2.0) == ""
-    assert divergence.fault(math.inf, 1.0) == "loss inf, gradient norm 1.0"
-    assert divergence.fault(1.0, math.nan) == "loss 1.0, gradient norm nan"
-    limit = divergence.limit(1.5, 65)
+    assert fault_of(1.0, 2.0) == ""
+    assert fault_of(math.inf, 1.0) == "loss inf, gradient norm 1.0"
+    assert fault_of(1.0, math.nan) == "loss 1.0, gradient norm nan"
+    limit = loss_limit(1.5, 65)
     assert limit == 1.5 + math.log(65)
-    assert divergence.fault(limit - 0.01, 1.0, limit) == ""
-    assert "exploded" in divergence.fault(limit + 0.01, 1.0, limit)
-    assert divergence.limit(None, 65) == math.inf  # nothing was measured yet
+    assert fault_of(limit - 0.01, 1.0, limit) == ""
+    assert "exploded" in fault_of(limit + 0.01, 1.0, limit)
+    assert loss_limit(None, 65) == math.inf  # nothing was measured yet
 
 
 @pytest.mark.parametrize(("by", "says"), [(math.nan, "loss nan"), (50.0, "exploded")])

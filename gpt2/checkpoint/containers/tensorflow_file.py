@@ -1,14 +1,21 @@
 """Read OpenAI's TensorFlow checkpoints without TensorFlow.
 
-A checkpoint is a *bundle*: ``model.ckpt.index``, a table (`sstable.py`) from names to protobufs, says where each tensor lies in
+A checkpoint is a *bundle*: ``model.ckpt.index``, a table from names to protobufs, says where each tensor lies in
 ``model.ckpt.data-00000-of-00001``, with a checksum (tensorflow, ``core/util/tensor_bundle``,
 ``core/protobuf/tensor_bundle.proto``). ``checkpoint`` names the bundle; ``hparams.json`` is OpenAI's. The ``.meta`` file, a
 graph to run, is not read.
+
+The table is LevelDB's: sorted keys and values in blocks with checksums. It has data blocks, a meta block (not read), an index
+block, and a footer of 48 bytes that locates these two (google/leveldb, doc/table_format.md; ``core/lib/io/format.cc``). Each
+entry omits the prefix that its key shares with the key before, except at *restarts*, where a search can begin.
+
+The files are untrusted: blocks must follow each other and keys rise, so no byte is read twice and no key occurs twice.
 """
 
 from __future__ import annotations
 
 import re
+import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +26,6 @@ from torch import Tensor
 
 from gpt2.checkpoint import containers
 from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, refuse_other_format, shown
-from gpt2.checkpoint.containers.sstable import masked, pairs, varint
 from gpt2.config import quoted
 from gpt2.errors import CheckpointError
 
@@ -34,6 +40,11 @@ ENTRY = {1: VARINT, 2: BYTES, 3: VARINT, 4: VARINT, 5: VARINT, 6: FIXED32, SLICE
 SHAPE_DIM, SHAPE_UNKNOWN, DIM = 2, 3, {1: VARINT}
 INDEX_LIMIT = 500_000  # bytes; gpt2-xl with Adam's moments, 1,743 tensors, has 75 kB
 PIECE = 1 << 23  # bytes per checksum step
+# Of the table.
+MAGIC = (0xDB4775248B80FB57).to_bytes(8, "little")
+FOOTER = 48
+TRAILER = 5  # after a block: a byte for its compression, and a checksum of both
+MAX_KEY = 512  # bytes; shared prefixes can make keys far larger than the file
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class TensorBundle(Container):
         refuse_other_format(self._file)
         if self._file.size > INDEX_LIMIT:
             raise Damaged(f"is {self._file.size:,} bytes long, and no GPT-2 needs more than {INDEX_LIMIT:,}")
-        table = pairs(self._file.bytes(0, INDEX_LIMIT))
+        table = _pairs(self._file.bytes(0, INDEX_LIMIT))
         key, message = next(table, (None, b""))
         if key != b"":
             raise Damaged("has no header entry")
@@ -101,7 +112,7 @@ class TensorBundle(Container):
             if not (piece := file.bytes(at, min(PIECE, entry.end - at))):
                 raise CheckpointError(f"{file.path}: was cut short while it was read; fetch it again")
             crc, at = google_crc32c.extend(crc, piece), at + len(piece)
-        if name not in self._checked and masked(crc) != entry.checksum:
+        if name not in self._checked and _masked(crc) != entry.checksum:
             raise CheckpointError(f"{file.path}: {shown(name)} is damaged, its checksum does not fit; fetch the file again")
         self._checked.add(name)
         return file.tensor(entry.start, entry.shape, entry.dtype, dtype, mapped=mapped)
@@ -137,14 +148,14 @@ def _fields(message: bytes) -> Iterator[tuple[int, int, Any]]:
     """Yield number, wire type and value of each field."""
     at = 0
     while at < len(message):
-        tag, at = varint(message, at)
+        tag, at = _varint(message, at)
         field, wire = tag >> 3, tag & 7
         if wire == VARINT:
-            value, at = varint(message, at)
+            value, at = _varint(message, at)
             yield field, wire, value
             continue
         if wire == BYTES:
-            length, at = varint(message, at)
+            length, at = _varint(message, at)
         elif wire in (1, FIXED32):
             length = 4 if wire == FIXED32 else 8
         else:
@@ -201,3 +212,87 @@ def checkpoint_prefix(directory: Path) -> Path | None:
     if len(indexes) > 1:
         raise CheckpointError(f"{directory}: holds {containers.listed(indexes)}, and no file checkpoint says which; give one")
     return directory / indexes[0].removesuffix(".index") if indexes else None
+
+
+def _pairs(data: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield every key and value, keys strictly rising. Raises Damaged, at the latest at the table's end."""
+    if len(data) < FOOTER or not data.endswith(MAGIC):
+        raise Damaged("does not end as an index does")
+    footer = data[-FOOTER:]
+    _, _, at = _handle(footer, 0)  # the meta block
+    start, size, _ = _handle(footer, at)
+    end, last = 0, None
+    for _, handle in _entries(_block(data, start, size)):
+        start, size, _ = _handle(handle, 0)
+        if start < end:
+            raise Damaged("has blocks that overlap")
+        for key, value in _entries(_block(data, start, size)):
+            if last is not None and key <= last:
+                raise Damaged("has keys that are not in order")
+            yield key, value
+            last = key
+        end = start + size + TRAILER
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    """Read an unsigned number, seven bits per byte, lowest first; return it and the next offset."""
+    number = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise Damaged("ends within a number")
+        byte, at = data[at], at + 1
+        number |= (byte & 127) << shift
+        if byte < 128:
+            break
+    if byte > 127 or number >> 64:
+        raise Damaged("has a number of more than 64 bits")
+    return number, at
+
+
+def _masked(crc: int) -> int:
+    """Return a checksum in its stored form (``core/lib/hash/crc32c.h``)."""
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def _handle(data: bytes, at: int) -> tuple[int, int, int]:
+    """Return a block's offset and size, and the next offset."""
+    start, at = _varint(data, at)
+    size, at = _varint(data, at)
+    return start, size, at
+
+
+def _block(data: bytes, start: int, size: int) -> bytes:
+    import google_crc32c
+
+    end = start + size + TRAILER
+    if end > len(data) - FOOTER:
+        raise Damaged(f"names a block up to byte {end:,} and has {len(data):,}")
+    block, (compression, crc) = data[start : start + size], struct.unpack("<BI", data[start + size : end])
+    if _masked(google_crc32c.value(data[start : start + size + 1])) != crc:
+        raise Damaged(f"is damaged: the checksum of the block at byte {start:,} does not fit")
+    if compression:
+        raise Damaged("has a compressed block, which TensorFlow does not write")
+    return block
+
+
+def _entries(block: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Yield keys and values. An entry has three lengths (shared prefix, rest of the key, value), then the rest and the value.
+
+    The restarts at the end, which only a search needs, are not read.
+    """
+    count = int.from_bytes(block[-4:], "little")
+    end = len(block) - 4 * (count + 1)
+    if end < 0 or count < 1:
+        raise Damaged("has a block too short for its restarts")
+    key, at = b"", 0
+    while at < end:
+        shared, at = _varint(block, at)
+        new, at = _varint(block, at)
+        length, at = _varint(block, at)
+        if shared > len(key) or at + new + length > end:
+            raise Damaged("has a block that contradicts itself")
+        if shared + new > MAX_KEY:
+            raise Damaged(f"has a name of {shared + new:,} bytes")
+        key = key[:shared] + block[at : at + new]
+        yield key, block[at + new : at + new + length]
+        at += new + length
