@@ -19,7 +19,8 @@ from gpt2.checkpoint.names import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.config import GPT2Config
 from gpt2.data.adapter import quiet
 from gpt2.data.client import check_environment
-from gpt2.errors import CheckpointError, InputError
+from gpt2.data.library import library
+from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, silent
 
 
@@ -69,13 +70,12 @@ def load_reference(path: Path, dtype: torch.dtype, stated: GPT2Config | None = N
 
     Its config is ``stated``, or that of the files, which may say that a head is tied where its values are not.
     """
-    library = _transformers()
     config = _transformers_config(stated or read_config(path))
     if dtype == torch.float64:
         config.reorder_and_upcast_attn = False
     safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
-    with _opening(path):
-        model = library.GPT2LMHeadModel.from_pretrained(
+    with library(str(path), "transformers cannot open it", "repair the files"), quiet():
+        model = _transformers().GPT2LMHeadModel.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=safe
         )
     return model.eval()
@@ -86,17 +86,6 @@ def _transformers_config(config: GPT2Config) -> Any:
     raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
     with quiet():
         return _transformers().GPT2Config(**raw)
-
-
-@contextmanager
-def _opening(path: Path) -> Iterator[None]:
-    """Report a failure of transformers to open the files as an InputError of one line."""
-    try:
-        with quiet():
-            yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
 
 
 def reference_cache(model: nn.Module) -> Any:

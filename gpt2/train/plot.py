@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
+from gpt2.config import number
 from gpt2.data.files import write_output
 from gpt2.errors import InputError, user_path
 from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, matplotlib_of_our_own
@@ -40,7 +41,7 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         axes = figure.subplots(1, panels, squeeze=False)[0]
         for run in runs:
             _draw_losses(axes[0], run)
-        if len(runs) == 1 and (expect := runs[0].setting("expect")):
+        if len(runs) == 1 and (expect := number(runs[0].recipe.get("expect"), float)):
             axes[0].axhline(expect, color=COLOURS[MUTED], lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
         title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
         _finish(axes[0], title, _units(runs))

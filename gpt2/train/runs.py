@@ -36,10 +36,6 @@ class Run:
         found = ((row["step"], number(row.get(key), float)) for row in self.rows)
         return tuple((step, value) for step, value in found if value is not None)
 
-    def setting(self, key: str) -> float | None:
-        """Return a number of the recipe."""
-        return number(self.recipe.get(key), float)
-
     @cached_property
     def best(self) -> tuple[int, float] | None:
         """The step and value of the lowest held-out loss."""
