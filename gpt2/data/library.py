@@ -39,8 +39,8 @@ def library(
     except BaseException as error:
         if not isinstance(error, Exception) and not panicked(error):
             raise
-        kind = "" if type(error) is Exception else f"{type(error).__name__}: "
-        reason = quoted(f"{kind}{' '.join(str(error).split())}"[:200])
+        kind = "" if type(error) in (Exception, ValueError) else f"{type(error).__name__}: "
+        reason = quoted(kind + " ".join(str(error).split()))
         raise InputError(f"{where}: {fault} ({reason}); {remedy}") from None
 
 
