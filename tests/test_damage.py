@@ -94,11 +94,7 @@ COMMANDS = (
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_names_the_damaged_value(
-    command: str,
-    bad: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: str, bad: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A flipped bit of an exponent: verify blamed the machine, compare and generate the dtype."""
     monkeypatch.setattr(runner, "watch", watch_a_fork)

@@ -59,21 +59,20 @@ def cases(*names: str | dict[str, Any]) -> str:
     return json.dumps([{"name": name} if isinstance(name, str) else name for name in names])
 
 
-def resolve(hub: HubStandIn, home: Path, *names: str | dict[str, Any], **environ: str) -> list[dict[str, Any]]:
-    """The result of each name in one process: ``path``, ``revision`` and ``hashed``, or ``error`` and ``message``; its stderr."""
-    return results(resolving(hub, home, *names, **environ))
-
-
 def resolving(hub: HubStandIn, home: Path, *names: str | dict[str, Any], **environ: str) -> forks.Fork:
     return forks.start("-c", SCRIPT, cases(*names), environ=hub.environ(home, **environ), strict=True)
 
 
 def results(process: forks.Fork) -> list[dict[str, Any]]:
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err[-3000:]
-    results = [json.loads(line) | {"stderr": err} for line in out.splitlines()]
-    assert all(result.get("message", "").isprintable() for result in results)
-    return results
+    """The result of each name: ``path``, ``revision`` and ``hashed``, or ``error`` and ``message``; the process' stderr."""
+    done = forks.finished(process)
+    found = [json.loads(line) | {"stderr": done.stderr} for line in done.stdout.splitlines()]
+    assert all(result.get("message", "").isprintable() for result in found)
+    return found
+
+
+def resolve(hub: HubStandIn, home: Path, *names: str | dict[str, Any], **environ: str) -> list[dict[str, Any]]:
+    return results(resolving(hub, home, *names, **environ))
 
 
 def others(hub: HubStandIn, home: Path, call: str, **environ: str) -> str:

@@ -18,11 +18,7 @@ from support.checks import bits, refused, same
 from support.hf_layouts import TINY
 from support.tf_bundle import block, closed, entry, handle, header, sealed, table
 
-from gpt2.checkpoint.containers.tensorflow_file import (
-    INDEX_LIMIT,
-    TensorBundle,
-    checkpoint_prefix,
-)
+from gpt2.checkpoint.containers.tensorflow_file import INDEX_LIMIT, TensorBundle, checkpoint_prefix
 from gpt2.checkpoint.loading import load
 
 DATA = Path(__file__).parent / "data" / "tensorflow"
@@ -170,11 +166,7 @@ def test_without_the_file_checkpoint_there_must_be_one_bundle(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"n_head": None}, "does not say n_head"),
-        ({"n_layer": 3}, "config says n_layer 3, the tensors 2"),
-    ],
+    ("change", "says"), [({"n_head": None}, "does not say n_head"), ({"n_layer": 3}, "config says n_layer 3, the tensors 2")]
 )
 def test_hparams_that_are_none_are_refused(tmp_path: Path, change: Any, says: str) -> None:
     """No tensor's shape shows the number of heads: with a wrong one the model loads and writes nonsense."""

@@ -111,15 +111,19 @@ def start(
     return Fork(tuple(map(str, words)), environ, cwd, strict, modules)
 
 
-def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Do what :func:`start` does, wait for the end, and assert the exit status."""
-    process = start(*words, **settings)
+def finished(process: Fork, status: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
+    """Wait for the end, and assert the exit status."""
     try:
         out, err = process.communicate(timeout)
     finally:
         process.kill()
     assert process.returncode == status, out[-2000:] + err[-3000:]
-    return subprocess.CompletedProcess(words, status, out, err)
+    return subprocess.CompletedProcess((), status, out, err)
+
+
+def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
+    """Do what :func:`start` does, wait for the end, and assert the exit status."""
+    return finished(start(*words, **settings), status, timeout)
 
 
 def call(target: Callable[..., object], *arguments: object) -> Fork:
@@ -127,10 +131,8 @@ def call(target: Callable[..., object], *arguments: object) -> Fork:
     return start("-c", CALL, pickle.dumps((target, arguments)).hex())
 
 
-def returned(process: Fork, timeout: float = 120) -> Any:
-    out, err = process.communicate(timeout)
-    assert process.returncode == 0, err[-3000:]
-    return pickle.loads(bytes.fromhex(out.splitlines()[-1]))
+def returned(process: Fork) -> Any:
+    return pickle.loads(bytes.fromhex(finished(process).stdout.splitlines()[-1]))
 
 
 @functools.cache
