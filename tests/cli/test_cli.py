@@ -25,8 +25,7 @@ from support.training import logged_steps
 import gpt2
 from gpt2.cli import generate_command
 from gpt2.cli.main import main, share_cores
-from gpt2.data.bpe import train_bpe
-from gpt2.data.shakespeare import play
+from gpt2.data.chars import chars_of
 from gpt2.parity import run as verify_module
 from gpt2.port.diagnosis import runner
 from gpt2.sampling import Sampling
@@ -73,7 +72,7 @@ def test_verify_exits_0_with_a_table_and_both_files_and_1_on_a_model_that_differ
 def test_another_models_tokenizer_is_one_line_and_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """No traceback, and no partly loaded model. Other damages: tests/checkpoint and tests/data."""
     folder = shutil.copytree(ASSET, tmp_path / "model")
-    train_bpe(play("hamlet"), 2100).save(folder, n_positions=256)
+    chars_of("".join(map(chr, range(256, 2356)))).save(folder, n_positions=256)
     said = mistake(capsys, "verify", str(folder))
     assert "the tokenizer has 2,100 entries, the model 2,048" in said
     assert str(folder) in said

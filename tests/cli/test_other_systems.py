@@ -8,15 +8,15 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from support import forks
 
 from gpt2.cli.main import main
 
-# Python runs this at its start, in every process of the command: `site` finds it by its name.
+# A fork runs this before our modules; every process of the command at its start: `site` finds it by its name.
 ELSEWHERE = """
 import asyncio, faulthandler, os, shutil, signal, subprocess, sys  # theirs are other ones there; these need what goes below
 try:
@@ -40,7 +40,9 @@ COMMANDS = [["info"], ["generate", "--max-new-tokens", "3", "--prompt", "O"], TR
 COMPARE = ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "16"]
 OTHERS = [COMPARE, ["diagnose", "port.py"], ["verify", "--quick"]]
 RUN = """
-import json, sys
+import json
+for name in [name for name in sys.modules if name.partition(".")[0] == "gpt2"]:
+    del sys.modules[name]
 from gpt2.cli.main import main
 for words in json.loads(sys.argv[1]):
     assert main(words) == 0, words
@@ -52,15 +54,13 @@ assert "fcntl" in sys.modules and sys.modules["fcntl"] is None, "the imitation i
 def test_commands_run_on_another_system(commands: list[list[str]], tmp_path: Path) -> None:
     """`import fcntl` kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`.
 
-    One process runs them all, since importing torch takes longer than most.
+    One process runs them all.
     """
     (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
     (tmp_path / "port.py").write_text("import gpt2\ndef build():\n    return gpt2.load()\n")
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
-    command = [sys.executable, "-c", RUN, json.dumps(commands)]
-    done = subprocess.run(command, env=environ, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    done = forks.run("-c", ELSEWHERE + RUN, json.dumps(commands), environ=environ, cwd=tmp_path)
     assert "Traceback" not in done.stderr
 
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import os
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from support import forks
 from support.browser import Browser, in_a_browser
 from support.pages import ATTACK, Parts, assert_whole_by_itself
 
@@ -98,7 +97,7 @@ def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
         assert "stroke-width: 55" not in seen and "#000001" not in seen
     """
     inherited = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR" and not name.startswith("XDG_")}
-    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=inherited | {"HOME": str(home)}, check=True)
+    forks.run("-c", code, cwd=tmp_path, environ=inherited | {"HOME": str(home)})
     assert [path.name for path in home.rglob("*") if path.is_file()] == ["matplotlibrc"]
 
 
