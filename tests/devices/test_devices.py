@@ -41,6 +41,11 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("tiny"), n_embd=24, scale_attn_by_inverse_layer_idx=True))
 
 
+@pytest.fixture(scope="module")
+def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_checkpoint(tmp_path_factory.mktemp("shallow"), n_layer=1))
+
+
 QUICK = ("TF32", "mask ignored", "ignored gradient")
 CASES = [
     pytest.param(each, id=each.name, marks=() if each.name.startswith(QUICK) else pytest.mark.slow) for each in RIGHT + WRONG
@@ -48,10 +53,10 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_a_device_does_is_named(case: Simulated, tiny: str) -> None:
+def test_what_a_device_does_is_named(case: Simulated, shallow: str) -> None:
     """TF32 was taken for a bug; and a wrong operator must be named by place and condition, excused by no coarser arithmetic."""
     with simulated(case.replaced):
-        report = verify_device(tiny, "cpu", dtypes=[case.dtype])
+        report = verify_device(shallow, "cpu", dtypes=[case.dtype])
     said = report.first_wrong.sentence if report.first_wrong else f"{report.verdict}: {report.arithmetics}"
     assert case.says in said
     assert report.ok is (case in RIGHT)
@@ -146,7 +151,7 @@ def test_what_pytorch_lacks_is_told_from_other_errors(error: Exception, name: st
 @pytest.mark.parametrize(
     "error", [NotImplementedError("aten::gelu"), torch.OutOfMemoryError("out of memory"), RuntimeError("lost")]
 )
-def test_an_operator_that_a_device_lacks_is_not_wrong(error: Exception, tiny: str) -> None:
+def test_an_operator_that_a_device_lacks_is_not_wrong(error: Exception, shallow: str) -> None:
     """A device without a kernel, or without memory, must not read as one that computes wrong numbers. Control: another error."""
 
     def lacking(*args, **rest):
@@ -155,9 +160,9 @@ def test_an_operator_that_a_device_lacks_is_not_wrong(error: Exception, tiny: st
     with simulated({F.gelu: lacking}):
         if isinstance(error, torch.OutOfMemoryError):
             with pytest.raises(gpt2.InputError, match="cpu is out of memory at gelu; judge it with a smaller model"):
-                verify_device(tiny, "cpu", dtypes=[torch.float32])
+                verify_device(shallow, "cpu", dtypes=[torch.float32])
             return
-        report = verify_device(tiny, "cpu", dtypes=[torch.float32])
+        report = verify_device(shallow, "cpu", dtypes=[torch.float32])
     assert not report.ok
     if report.verdict == "incomplete":
         assert "not implemented on this device: aten::gelu  (gelu in float32, gelu, backward" in report.table()
@@ -187,13 +192,13 @@ def test_ctrl_c_leaves_what_was_judged(command: str, tiny: str, monkeypatch: pyt
     assert command == "verify" or body["verdict"] == "equal"
 
 
-def test_verify_takes_a_device_and_a_dtype(tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_takes_a_device_and_a_dtype(shallow: str, capsys: pytest.CaptureFixture[str]) -> None:
     """What has no effect with a device must be refused; and float64 is what the others are compared with."""
-    report = gpt2.verify(f"{tiny}:bf16", device="cpu")
+    report = gpt2.verify(f"{shallow}:bf16", device="cpu")
     assert (report.verdict, {each.dtype for each in report.verdicts}) == ("right", {"bfloat16"})
     for unused in ({"quick": True}, {"dtype": "bfloat16"}, {"build": lambda path, dtype: gpt2.load(MODEL)}):
-        assert "leave the others out" in refusal(gpt2.verify, tiny, device="cpu", **unused)
-    assert main(["verify", f"{tiny}:fp64", "--device", "cpu"]) == 2
+        assert "leave the others out" in refusal(gpt2.verify, shallow, device="cpu", **unused)
+    assert main(["verify", f"{shallow}:fp64", "--device", "cpu"]) == 2
     assert "judged in float32, bfloat16 or float16" in capsys.readouterr().err
 
 

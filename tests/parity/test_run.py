@@ -84,10 +84,10 @@ def test_an_honest_model_is_equal(report: gpt2.Report) -> None:
 SWITCHES = [
     *({"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for a in (True, False) for b in (True, False)),
     {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
-    {"n_layer": 1, "n_head": 1},
+    {"n_head": 1, "n_layer": 1},
     {"n_embd": 17, "n_head": 17, "n_inner": 7},
-    {"n_positions": 2, "layer_norm_epsilon": 1e-3},
-    {},
+    {"n_positions": 2, "layer_norm_epsilon": 1e-3, "n_layer": 1},
+    {"n_layer": 1},
 ]
 
 

@@ -103,11 +103,7 @@ def one(run: Run) -> str:
 
 def toml(recipe: Recipe, file: Path) -> Path:
     """Write the recipe to ``file``, and return that."""
-    tables = {"data": recipe.data, "model": recipe.model, "optim": recipe.optim}
-    lines = [f"{key} = {json.dumps(value)}" for key, value in vars(recipe).items() if isinstance(value, int | float | str)]
-    for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {json.dumps(value)}" for key, value in vars(table).items())]
-    file.write_text("\n".join(lines))
+    file.write_text("\n".join(f"{key} = {json.dumps(value)}" for key, value in recipe.flat().items()))
     return file
 
 
