@@ -31,18 +31,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
-def pytest_collection_finish() -> None:
-    """Leave modules and tests, which live to the end, out of each collection of garbage: that took 6 % of the time."""
-    gc.freeze()
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_unconfigure() -> None:
-    """Collect once, while pytest still hears what fails; at the end it collects ten times, which took 2 s of each process."""
-    gc.collect()
-    gc.freeze()
-
-
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Give each worker of `-n 2` a half of the tests, in order, and an idle one a part of the other's rest.
@@ -113,7 +101,7 @@ def the_process_is_left_as_it_was() -> Iterator[None]:
 def the_package_is_left_as_it_was() -> Iterator[None]:
     """What a test puts in a function's place, and leaves there, every later test calls."""
     gc.collect()
-    gc.freeze()  # what is imported by now lives to the end
+    gc.freeze()  # what is imported by now lives to the end: to look through it again and again took 6 % of the time
     before = of_the_package()
     yield
     assert changed(before, of_the_package()) == set()
