@@ -17,7 +17,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from gpt2.data.chars import chars_of
 from support import forks
 from support.commands import ASSET, as_json, mistake, printed, watch_a_fork
 from support.random_models import write_checkpoint
@@ -26,6 +25,7 @@ from support.training import logged_steps
 import gpt2
 from gpt2.cli import generate_command
 from gpt2.cli.main import main, share_cores
+from gpt2.data.bpe import chars_of
 from gpt2.parity import run as verify_module
 from gpt2.port.diagnosis import runner
 from gpt2.sampling import Sampling
