@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from support.patches import patched
 from support.ports import PORTS
 from support.random_models import random_model
 
-__all__ = ["CONFIG", "FAULTY_STEPS", "MEANINGS", "SCHEDULE", "SETTINGS", "Step", "made_with", "module_of", "our_model"]
+__all__ = [
+    "COMBINED", "CONFIG", "FAULTY_STEPS", "MEANINGS", "SCHEDULE", "SETTINGS", "Step", "made_with", "module_of", "our_model",
+]  # fmt: skip
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
 CONFIG = replace(LARGER, n_layer=2)
@@ -54,6 +57,8 @@ PREPARED = "        model.train()\n"  # where plain.py prepares the model
 
 _FOUND = tomllib.loads(Path(__file__).with_name("faults.toml").read_text())
 COMBINED: list[str] = _FOUND.pop("combined")["lines"]
+_ROWS = zip_longest([*_FOUND["loss"], *_FOUND["gradient"]], _FOUND["update"], _FOUND["clip"], fillvalue="")
+COMBINED += [" ".join(row).strip() for row in _ROWS]  # each fault once, beside those of other stages
 
 
 def _meaning(ids: str, patch: Sequence[str] = (), prepare: str = "", implied: str = "", **settings: Any) -> Meaning:
