@@ -239,8 +239,7 @@ def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import port\n\n\ndef build():\n    return port.build('model')\n")
     shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
     if "mine.pt" in example:
-        saved = "import mine, torch\ntorch.save(mine.build().state_dict(), 'mine.pt')"
-        subprocess.run([sys.executable, "-c", saved], cwd=tmp_path, check=True)
+        forks.run("-c", "import mine, torch\ntorch.save(mine.build().state_dict(), 'mine.pt')", cwd=tmp_path)
     if "|" in example:
         command = re.sub(r"(^|\| )gpt2 ", rf"\1{shlex.quote(sys.executable)} -m gpt2 ", example)
         done = run(["bash", "-euc", command], tmp_path)
