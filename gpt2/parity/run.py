@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, cast, overload
+from typing import Any, ParamSpec, Protocol, cast, overload
 
 import torch
 
@@ -17,6 +17,7 @@ from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, dtype_name
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import save, sha256
 from gpt2.damage import ADVICE
+from gpt2.devices.report import DeviceReport
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import environment
@@ -32,10 +33,6 @@ from gpt2.parity.record import RecordReport, compute, public_record
 from gpt2.parity.report import AT_DIFFERENCE, INTERRUPTED, RUNNING, Report
 from gpt2.parity.settings import VerifySettings
 from gpt2.parity.training import gradients, rounded_gradients
-
-if TYPE_CHECKING:
-    from gpt2.devices.report import DeviceReport
-
 
 MORE_DRAWS = 8  # times as many runs with random errors, before rounding errors make a model differ
 MORE_BYTES = 1e9  # of a large model fewer, but two: each has a gradient of the embedding in float64

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,10 +24,8 @@ from gpt2.model import GPT2, Attention
 from gpt2.train import classify
 from gpt2.train.bigram import Bigram, BigramConfig, save_bigram
 from gpt2.train.classify import Classifier
+from gpt2.train.corpus import Corpus
 from gpt2.train.recipe import Recipe
-
-if TYPE_CHECKING:
-    from gpt2.train.corpus import Corpus
 
 ADAPTER = "adapter"  # folder of the adapters beside a merged model
 NOISE = 0.01  # of a new token's row, in standard deviations of all rows
@@ -97,7 +95,7 @@ def added(tokenizer: Tokenizer, ids: np.ndarray, recipe: Recipe) -> str:
     return f"new tokens, and how often the training text has them: {', '.join(counts)}" if tokens else ""
 
 
-def check(model: GPT2 | Bigram, text: "Corpus", recipe: Recipe, name: str) -> None:
+def check(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, name: str) -> None:
     """Raise an InputError if the recipe, or a token of the text, does not fit the model."""
     if isinstance(model, Bigram):
         return
