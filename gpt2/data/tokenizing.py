@@ -11,6 +11,8 @@ import hashlib
 import json
 import multiprocessing
 import os
+import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -214,9 +216,6 @@ _task: Task
 
 def _begin(task: Task) -> None:
     """Keep the task in this process, which ends with the one that started it; Ctrl-C is for that one."""
-    import signal
-    import threading
-
     global _task
     _task = task
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -10,12 +10,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from operator import attrgetter
-from typing import TYPE_CHECKING
+
+import torch
 
 from gpt2 import __version__
-
-if TYPE_CHECKING:
-    import torch
 
 # What a user can set that changes how sums round, or that makes products imprecise.
 VARIABLES = ("ATEN_CPU_CAPABILITY", "MKL_CBWR", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_DEFAULT_FPMATH_MODE", "ONEDNN_MAX_CPU_ISA")
@@ -39,8 +37,6 @@ class Environment:
 
 def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> Environment:
     """Return this process's environment; ``dtypes`` are the models', in order, and ``device`` is where they ran."""
-    import torch
-
     versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
@@ -50,8 +46,6 @@ def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu
 
 def blas() -> str:
     """Return the library that PyTorch's matrix products on the CPU come from, such as "mkl" or "open"."""
-    import torch
-
     named = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return named[1] if named else "unknown"
 
@@ -67,8 +61,6 @@ def processor() -> str:
 
 def rounding_settings() -> dict[str, str]:
     """Return the settings of this process that change how PyTorch rounds, where they are not the default."""
-    import torch
-
     found = {name: os.environ[name] for name in VARIABLES if name in os.environ}
     with suppress(RuntimeError):  # raised where only a backend's own setting was changed; that follows
         if (precision := torch.get_float32_matmul_precision()) != "highest":

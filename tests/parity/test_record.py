@@ -78,7 +78,7 @@ def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...]
     """The line, table and JSON of the command; exit 1 if a recorded number is not reproduced."""
     hashes = {path.name: run.sha256(path) for path in checkpoint.iterdir() if path.suffix != ".md"}
     monkeypatch.setattr(official, "OFFICIAL_FILES", {**official.OFFICIAL_FILES, "gpt2": hashes})
-    monkeypatch.setattr("gpt2.parity.record.public_record", lambda: recorded)
+    monkeypatch.setattr("gpt2.parity.run.public_record", lambda: recorded)
     # test_run.py checks equality.
     monkeypatch.setattr(run, "_compare", lambda subject: subject.findings.skipped.update(dict.fromkeys(PLAN, "not here")))
     monkeypatch.setenv("COLUMNS", "80")
@@ -97,7 +97,7 @@ def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...]
     assert all(kind.value in out for kind in Kind)
     assert max(map(len, out.splitlines())) <= 80
 
-    monkeypatch.setattr("gpt2.parity.record.public_record", lambda: (wrong(recorded[0]), *recorded[1:]))
+    monkeypatch.setattr("gpt2.parity.run.public_record", lambda: (wrong(recorded[0]), *recorded[1:]))
     assert main(["verify", str(checkpoint), "--json", str(tmp_path / "wrong.json")]) == 1
     assert "BUT NOT WHAT OTHERS RECORDED" in capsys.readouterr().out
     assert json.loads((tmp_path / "wrong.json").read_text())["verdict"] == "mismatch"

@@ -11,17 +11,16 @@ import math
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, shown
 from gpt2.config import GPT2Config, quoted
+from gpt2.data import bpe, byte_level
+from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import CheckpointError, InputError
-
-if TYPE_CHECKING:
-    from gpt2.data.library import LibraryTokenizer
 
 # GPT-2 vocabularies have up to 100,000 tokens and as many merges, in 5 MB; far more is an attack.
 METADATA_LIMIT, ELEMENTS_LIMIT = 32_000_000, 2_000_000
@@ -202,8 +201,6 @@ class NoTokenizer(InputError):
 
 def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
     """Return the byte-level BPE, without trailing padding tokens (``[PAD50300]``). Raises InputError: damaged. NoTokenizer."""
-    from gpt2.data import bpe, byte_level
-
     metadata, where = file.metadata, f"{file.path}"
     model, pre = metadata.get("tokenizer.ggml.model"), metadata.get(PRE, MISSING)
     if model in (None, "none", "no_vocab"):
