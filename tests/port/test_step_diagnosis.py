@@ -132,6 +132,8 @@ def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
     assert len(set(places)) == len(places)
     with pytest.raises(InputError, match=r"model alone.*missing 1 required"):
         gpt2.diagnose_step(our_model(), lambda model, lr: None, our_model())
+    with pytest.raises(InputError, match=r"takes a torch\.nn\.Module.*str"):
+        gpt2.diagnose_step("gpt2", make_step, our_model())
 
 
 GROUPS = "groups = [{'params': [p], 'weight_decay': 0.1 * %s} for name, p in model.named_parameters()]"
@@ -193,11 +195,7 @@ HEALED = {
     "momentum-kept": ("optimizer", "last.setdefault(0, torch.optim.AdamW(groups, lr, (b1, b2)))", ""),
     "momentum-lost": ("zero>optimizer", "optimizer = torch.optim.AdamW(groups, lr, (b1, b2)); optimizer.zero_grad()", ""),
     "parameter-missing": ("groups", f"{GROUPS[:-1]} if name != 'wpe.weight']" % "(p.ndim > 1)", ""),
-    "parameter-twice": (
-        "update>groups",
-        "optimizer.step(); state.setdefault(0, torch.optim.AdamW(groups[:1], lr, (b1, b2))).step()",
-        "",
-    ),
+    "parameter-twice": ("update>groups", f"optimizer.step(); state.setdefault(0, {SECOND}).step()", ""),
     "step-per-micro-batch": ("backward>update", PARTS + LINES["clip"] + "; optimizer.step(); optimizer.zero_grad()", "parts"),
     "update-skipped": ("prepare", f"{HALF}; scaler = torch.amp.GradScaler('cpu', init_scale=2.0**100)", "scaled"),
     "update-rounded": ("prepare", "model.bfloat16()", ""),
@@ -366,3 +364,4 @@ def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
 def test_every_cause_of_a_step_has_a_fault():
     """A cause without a fault would never be tested."""
     assert {meaning.ids[0] for meaning in MEANINGS.values()} == set(STAGE)
+    assert {word for line in COMBINED for word in line.split()} == set(MEANINGS)

@@ -24,10 +24,6 @@ from support.patches import patched
 from support.ports import PORTS
 from support.random_models import random_model
 
-__all__ = [
-    "COMBINED", "CONFIG", "FAULTY_STEPS", "MEANINGS", "SCHEDULE", "SETTINGS", "Step", "made_with", "module_of", "our_model",
-]  # fmt: skip
-
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
 CONFIG = replace(LARGER, n_layer=2)
 SOURCE = Path(__file__).with_name("plain.py").read_text()
