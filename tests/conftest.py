@@ -87,9 +87,8 @@ def no_power_cuts() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def the_process_is_left_as_it_was() -> Iterator[None]:
     """A test that read damaged files left torch with one thread: a run of training, resumed in another process, differed."""
-    if torch := sys.modules.get("torch"):
-        # What is drawn without a generator does not depend on the tests before. torch.manual_seed keeps a traceback for each GPU.
-        torch.default_generator.manual_seed(0)
+    if torch := sys.modules.get("torch"):  # what is drawn without a generator does not depend on the tests before
+        torch.default_generator.manual_seed(0)  # torch.manual_seed keeps a traceback for each kind of GPU
         if torch.cuda.is_initialized():
             torch.cuda.manual_seed_all(0)
     before = of_the_process()

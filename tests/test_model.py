@@ -214,10 +214,7 @@ def resident():
 
 real, asked = builtins.__import__, []
 builtins.__import__ = lambda name, *rest: (asked.append(name), real(name, *rest))[1]
-
-def imports():
-    return len(set(sys.modules) - modules) + asked.count("torch._dynamo")  # which this process has imported already
-
+imports = lambda: len(set(sys.modules) - modules) + asked.count("torch._dynamo")  # which is there already
 modules, before, state = set(sys.modules), resident(), torch.get_rng_state()
 model = GPT2(official_size("gpt2-xl"), initialise=False)
 print(resident() - before)
