@@ -11,6 +11,7 @@ Shapes: streams (B, T, D); heads (B, H, T, K); scores and weights (B, H, T, S).
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Mapping
@@ -265,6 +266,13 @@ class Site:
     def visible(self, keys: int) -> Tensor:
         """Return (t, S): a token sees itself and all before it."""
         return torch.arange(keys) <= self.tokens
+
+
+def norms_alike(model: Model) -> set[str]:
+    """Return the norms with the numbers of another one, as norms without weight and bias: both give the same."""
+    names = [name.removesuffix(".weight") for name in model.state if ".ln_" in f".{name}" and name.endswith("weight")]
+    pairs = {name: torch.stack((model.state[f"{name}.weight"], model.state[f"{name}.bias"])) for name in names}
+    return {one for one, other in itertools.permutations(names, 2) if torch.equal(pairs[one], pairs[other])}
 
 
 def stage_of(point: str) -> str | None:

@@ -124,6 +124,14 @@ def test_heads_that_share_keys_are_filled(name, directory, model):
     assert any("2 heads of keys or values, which its 4 of queries share" in problem for problem in report.problems)
 
 
+def test_values_that_are_turned_are_filled(directory, model):
+    """A stranger turns values in place of keys: half of their rows were left as they were, and the order of heads was blamed."""
+    module = Faulty("italiano", "rotary-values").build(CONFIG, directory)
+    report = gpt2.load_into(module, model)
+    assert (report.unfilled, report.unused, len(report.problems)) == ({}, {}, 1), report.problems
+    assert [cause.id for cause in diagnose(module, model).causes] == ["cache-inconsistent"]
+
+
 def test_a_finite_mask_that_scores_reach_is_named(directory):
     """Training drove scores below a mask of -1e4, so that the future was seen: the cause was undetermined, at a known place."""
     module, right = SOUND["fused: mask-1e4"].build(CONFIG, directory), gpt2.load(str(directory))

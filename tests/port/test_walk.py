@@ -109,8 +109,8 @@ class Port(nn.Module):
         return self.do_norm(x, "ln_f") @ self.w["wte.weight"].T + 0 * self.probe
 
 
-def walked(layout: str = "batch", config: GPT2Config = CONFIG, **wrong: Callable) -> Walked:
-    model = checkpoint(config)
+def walked(layout: str = "batch", config: GPT2Config = CONFIG, model: GPT2 | None = None, **wrong: Callable) -> Walked:
+    model = model or checkpoint(config)
     pool = collect(Port(model, layout, wrong), IDS, config)
     return search(pool, model.state_dict(), IDS, model)
 
@@ -164,6 +164,16 @@ def test_an_unknown_wiring_is_located() -> None:
     assert result.lost == "h.0"
     assert result.first.point == "h.0"
     assert causes_of(result) == [("gelu-variant", "h.1.mlp.act")]
+
+
+def test_norms_with_the_same_numbers_show_no_block() -> None:
+    """A stranger's norms have no numbers: one that the block itself reads was taken for the next block's, which "did not run"."""
+    model = checkpoint()
+    for name, parameter in model.named_parameters():
+        if ".ln_" in f".{name}":
+            nn.init.constant_(parameter, name.endswith("weight"))
+    result = walked(model=model, block=squared, act=act(torch.relu, 1))
+    assert (result.lost, result.blocks, causes_of(result)) == ("h.0", (0, 1, 2), [("gelu-variant", "h.1.mlp.act")])
 
 
 @pytest.mark.parametrize(

@@ -256,8 +256,8 @@ class Branches:
         all_votes = sum(self.flow.votes.values())
         for number, (scores, values) in self.flow.mixes.items():
             mixed, node = self.flow.results(number), self.flow.nodes[number]
-            scored, value = (self.flow.origins(x[node.place(mixed)]) for x in (scores, values))  # (n, S)
-            is_here = self.flow.at(self.flow.place, values[node.place(mixed)]) == self.flow.here
+            scored, value = self.flow.origins(scores[node.place(mixed)]), values[node.place(mixed)]  # (n, S)
+            is_here = self.flow.at(self.flow.place, value) == self.flow.here
             if not bool(is_here.any()):
                 continue  # the last token is not mixed here
             own, alone = is_here.int().argmax(-1, keepdim=True), bool((is_here.sum(-1) == 1).all())
@@ -268,10 +268,11 @@ class Branches:
                 factors = (a, b) if (self.flow.votes[number] or all_votes) >= 0 else (b, a)
                 q, k = (self._each_of_pairs(factor[product.place(torch.tensor(score))]) for factor in factors)
                 if self.flow.is_projection(self.flow.owner(q)):
-                    yield AttentionHead(q, k, value[mine], mixed[mine], dict(zip("qkv", (*factors, values), strict=True)), alone)
+                    v = self._each_of_pairs(value[mine])
+                    yield AttentionHead(q, k, v, mixed[mine], dict(zip("qkv", (*factors, values), strict=True)), alone)
 
     def _each_of_pairs(self, ids: Tensor) -> Tensor:
-        """Return the origins of queries or keys ``ids`` (K,), each once, although rotary positions mix them in pairs.
+        """Return the origins of queries, keys or values ``ids`` (K,), each once, although rotary positions mix them in pairs.
 
         Both sums of a pair have the older number as origin. The second of them takes the number that was added to it.
         """

@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
+from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed, norms_alike
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
@@ -102,13 +102,14 @@ class Blocks:
         """
         following = layer + 1 if layer + 1 < self.layers else None
         wanted = FIRST if following is not None else ("ln_f",)
+        alike = self.model.always("alike", lambda: norms_alike(self.model))  # these show a stream, and not who reads it
         for some in dict.fromkeys(((), tuple(own), *self.known)):
             every = (one.at(following) for one in some)
             edits = {node: formula for one in every for node, formula in one.items() if node in wanted}
             site, state = self.model.site(following or 0, {"x": x}), {"x": x}
             for node in wanted if edits or not some else ():
                 state[node] = computed(site, state, node, edits)
-                if torch.equal(state[node], x):
+                if torch.equal(state[node], x) or (node in wanted[:1] and site.full(node) in alike):
                     continue  # it is found in any case
                 if self.observation.find(node, state[node], fault=node in edits) is not None:
                     return True

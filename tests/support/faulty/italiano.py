@@ -28,6 +28,8 @@ class Attenzione(nn.Module):
         v = dividi(v)
         if "rotary" in sbagli:
             q, k = turned(q), turned(k)
+        if "rotary-values" in sbagli:
+            q, v = turned(q), turned(v)
         scala = 1 / divisor(sbagli, d, self.teste, self.strato)
         if inizio > 0:  # quel che si è visto prima
             k, v = torch.cat([self.visto[0], k], 2), torch.cat([self.visto[1], v], 2)
