@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Self, TypeVar, cast
@@ -360,3 +360,45 @@ def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int =
     for node in NODES[after + 1 : until + 1]:
         state[node] = computed(c, state, node, edits)
     return state
+
+
+class _Row(Mapping[str, Tensor]):
+    """The nodes of program ``n`` of a batch, each cut out when a formula reads it; ``shared``: those that all programs have."""
+
+    def __init__(self, shared: State, batch: State, n: int) -> None:
+        self.shared, self.batch, self.n = shared, batch, n
+
+    def __getitem__(self, node: str) -> Tensor:
+        return self.batch[node][self.n] if node in self.batch else self.shared[node]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.shared, **self.batch})
+
+    def __len__(self) -> int:
+        return len(self.shared.keys() | self.batch.keys())
+
+
+def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int]) -> Tensor:
+    """Return a node of ``count`` programs (N, B, ...): by GPT-2's formula, and of those that replace it by their ``own``.
+
+    ``batch``: their nodes so far, in this layout; ``shared``: nodes (B, ...) that all of them have. Programs whose value has
+    another shape, or cannot be computed, are added to ``odd``.
+    """
+    if node == "embed":
+        made = batch["x"]
+    else:
+        every = {name: batch[name] if name in batch else torch.stack([shared[name]] * count) for name in READS.get(node, ("x",))}
+        made = RIGHT[node](c, {name: x.flatten(0, 1) for name, x in every.items()}).unflatten(0, (count, -1))
+    charge(c, node, made)
+    made = made.clone() if own else made
+    for n, formula in own.items():
+        try:
+            value = formula(c, cast(State, _Row(shared, batch, n)))
+        except (IndexError, RuntimeError):
+            value = made.new_empty(0)
+        charge(c, node, value, is_own=True)
+        if value.ndim == made.ndim - 1 and value.shape[1:] == made.shape[2:]:
+            made[n] = value.to(made.dtype)
+        else:
+            odd.add(n)
+    return made

@@ -46,6 +46,7 @@ from gpt2.port.terms.places import ALL_WEIGHTS, Place, listed
 from gpt2.port.terms.ranking import ranked
 from gpt2.port.terms.report import Diagnosis, Divergence
 
+MOST_ROUNDED = 1.0  # a larger error of logits, over their root mean square, is none of rounding
 NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -102,7 +103,8 @@ class Examination:
         self.structural = [cause for cause in every if cause.kind != SHARED]
         self.weight_causes += [cause for cause in every if cause not in self.structural]
         reference = Reference(self.config, self.state)
-        same = Reference(self.config, own.weights, own.head) if own.placed else reference
+        alike = own.head is None and not own.extra and all(own.weights[name] is one for name, one in self.state.items())
+        same = Reference(self.config, own.weights, own.head) if own.placed and not alike else reference
         self.progress("comparing your logits with ours")
         outputs = self.runs.outputs(borrowed, self.runs.probes(anatomy))
         ids, first_logits = outputs[0]
@@ -124,10 +126,12 @@ class Examination:
         rounding, ends, unread = self.runs.bound, list[Cause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
-            rounding = self.runs.explained(probe, torch.float32)  # as of folded weights
             mine, right = same(probe), reference(probe)
+            apart = worst_relative_error(mine, right)
+            if worst <= MOST_ROUNDED or apart > rounding:
+                rounding = self.runs.explained(reference, probe, torch.float32)  # as of folded weights
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
-            if own.placed and (worst_relative_error(mine, right) <= rounding or (ends := _ends(mine, right, rounding))):
+            if own.placed and (apart <= rounding or (ends := _ends(mine, right, rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
                     words = f"differ from the checkpoint's ({listed(departures, self.config.n_layer)}), and compute the same"
                     self.notes.append(f"your weights {words}, as folded norms do")

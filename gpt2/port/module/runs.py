@@ -125,15 +125,15 @@ class Runs:
             self.module(ids.to(self.device))
         return f"; the first array with NaN is the result of {mode.words}" if mode.words else ""
 
-    def explained(self, ids: Tensor, dtype: torch.dtype) -> float:
+    def explained(self, reference: Reference, ids: Tensor, dtype: torch.dtype) -> float:
         """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
-        model = Reference(self.config, self.state).model
-        return max(self.bound, WORST_RATIO * explained_errors(model, ids, dtype, worst_relative_error)["logits"])
+        right = {"logits": reference(ids)}
+        return max(self.bound, WORST_RATIO * explained_errors(reference.model, ids, dtype, worst_relative_error, right)["logits"])
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        self.bound = self.explained(self.probes()[0], dtype)
+        self.bound = self.explained(Reference(self.config, self.state), self.probes()[0], dtype)
         why, kind = f" (in float64 it fails: {error_at(failure)})" if failure else "", str(dtype).removeprefix("torch.")
         self.notes.append(f"your forward was measured in {kind}, and may be off by {self.bound:.1e}{why}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ LOOSE = 1e-5  # if the port computes anything in float32
 FAULT_MARGIN = 4  # how many times better than the tolerance a wrong formula has to fit: noise must not look like a fault
 LOOKED = 1.2  # operators that looking for a value costs, beside its sums
 VIEWS_PER_TOKEN = 4  # views of a parameter are kept up to this many widths per token (rows of an embedding)
+SCREENED = 1e-11  # what values that are computed beside others may be off
 SORTED = 16  # times as much as reading a number, what sorting it costs
 
 
@@ -84,6 +85,11 @@ class Pool:
         if self.tolerance is None:
             return LOOSE if self.narrow else STRICT
         return self.tolerance.stages.get(place) or max(self.tolerance.stages.values())
+
+    @property
+    def sizes(self) -> Collection[int]:
+        """How many numbers an entry may have."""
+        return self._by_size.keys()
 
     def of_size(self, numel: int) -> list[Tensor]:
         return [self.entries[number] for _, number in self._by_size.get(numel, [])]
@@ -152,6 +158,21 @@ class Pool:
         compared = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
         best = min(compared, default=None)
         return best if best is not None and best[0] <= bound else None
+
+    def holds_like(self, totals: Tensor, squares: Tensor, numel: int, bound: float) -> Tensor:
+        """Return which values of ``numel`` numbers may be entries, by their sums (N,) and the sums of their squares.
+
+        All that :meth:`find` finds are, though their last digits may be others than those of a value that is computed alone.
+        """
+        some = [number for _, number in self._by_size.get(numel, [])]
+        if not some:
+            return torch.zeros(len(totals), dtype=torch.bool)
+        sums = torch.tensor([self._sums[number] for number in some], dtype=torch.float64)
+        loose = torch.tensor([bound + UNITS[self.dtypes[number]][0] + SCREENED for number in some], dtype=torch.float64)
+        size = (squares[:, None] / numel).sqrt() * numel
+        near = (sums[:, 0] - totals[:, None]).abs() <= loose * size + 1e-290
+        near &= (sums[:, 1] - squares[:, None]).abs() <= 2.2 * loose * squares[:, None] + 1e-290
+        return near.any(1) | ~squares.isfinite()
 
     def _in_order(self, number: int) -> Tensor:
         if number not in self._sorted:

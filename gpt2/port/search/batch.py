@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.graph import LAST, NODES, RIGHT, Entrance, Model, Program, State, charge, run_block
+from gpt2.port.graph import LAST, NODES, Entrance, Model, Program, State, in_rows, run_block
 from gpt2.port.search.part import MIN_ROWS, Part
 
 DISTANCE = 12  # operators of a comparison
@@ -22,6 +22,14 @@ COLUMNS = 256  # vocabulary entries that are compared
 MAX_PROGRAMS = 128  # that are run together: those that begin in one block
 MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
 MAX_WORK = 1 << 34  # multiplications for these rows, after which a caller looks at the budget
+
+
+def rows_together(model: Model, blocks: int = 1, columns: int = 1) -> int:
+    """Return how many programs run together, through so many blocks, and to so many columns of the logits."""
+    config, size = model.config, model.ids.numel()
+    widest = max(config.inner, 3 * config.n_embd, config.n_head * model.ids.shape[1], columns)
+    work = max(1, blocks) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
+    return max(1, min(MAX_PROGRAMS, MAX_ELEMENTS // (size * widest), MAX_WORK // (size * work)))
 
 
 class Batch:
@@ -33,28 +41,24 @@ class Batch:
         if not exact.small:
             whole = exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single, exact.budget))
         self.model = whole.on_ids(whole.ids[:rows, :tokens]) if rows or tokens else whole
-        wanted, config = part.shown[part.end], exact.config
+        wanted = part.shown[part.end]
         self.columns = torch.arange(wanted.shape[-1])
         if part.end == "logits" and len(self.columns) > COLUMNS:
             self.columns = torch.randperm(len(self.columns), generator=torch.Generator().manual_seed(0))[:COLUMNS]
         if part.end.endswith("attn.weights") and tokens:
             self.columns = self.columns[:tokens]
-        self.wanted = wanted[:rows, ..., :tokens, self.columns].to(whole.dtype)
-        if part.softmaxed:
-            self.wanted = self._centred(self.wanted.clamp(min=1e-12).log() if part.softmaxed == "softmax" else self.wanted)
         self.rows, length = self.model.ids.shape
+        self.tokens = tokens
+        self.wanted = self._cut(part)
         cut = part.entrance and part.entrance.cut(self.rows, length, whole.dtype)
         self.entrance = cut or Entrance(0, {"x": self.model.embed()})
         self.streams = {self.entrance.layer: self.entrance.state["x"]}  # GPT-2's, by the block that they enter
-        widest = max(config.inner, 3 * config.n_embd, config.n_head * length, len(self.columns))
-        work = max(1, len(part.blocks)) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
-        size = self.rows * length
-        self.most = max(1, min(MAX_PROGRAMS, MAX_ELEMENTS // (size * widest), MAX_WORK // (size * work)))
+        self.most = rows_together(self.model, len(part.blocks), len(self.columns))
 
     def errors(self, some: Sequence[Candidate]) -> Iterator[tuple[float, Candidate]]:
         """Yield candidates with their relative error at the end, what the head may change taken out, within the budget."""
         for few, values in self.values(some):
-            yield from zip(self._distances(values), few, strict=True)
+            yield from zip(self.distances(values), few, strict=True)
 
     def values(self, some: Sequence[Candidate]) -> Iterator[tuple[list[Candidate], Tensor]]:
         """Yield some of the candidates and what they give (N, B, T, X), within the budget. Left out: what cannot be computed."""
@@ -83,12 +87,20 @@ class Batch:
                 continue
             yield [one], self._centred(value)[None]
 
+    def _cut(self, part: Part) -> Tensor:
+        """Return what is compared of the array at the end of a part."""
+        wanted = part.shown[part.end][: self.rows, ..., : self.tokens, self.columns].to(self.model.dtype)
+        if part.softmaxed:
+            wanted = self._centred(wanted.clamp(min=1e-12).log() if part.softmaxed == "softmax" else wanted)
+        return wanted
+
     def _centred(self, logits: Tensor) -> Tensor:
         return logits - logits.mean(-1, keepdim=True) if self.part.softmaxed else logits
 
-    def _distances(self, values: Tensor) -> list[float]:
-        """Return the largest errors of values (N, B, T, X), over the root mean square."""
-        wanted, apart = self.wanted, [self.wanted - values]
+    def distances(self, values: Tensor, part: Part | None = None) -> list[float]:
+        """Return the largest errors of values (N, B, T, X), over the root mean square; perhaps of another array that ends ``part``."""
+        wanted = self._cut(part) if part else self.wanted
+        apart = [wanted - values]
         self.model.budget.spend(DISTANCE, DISTANCE * values.numel())
         if self.part.end == "logits" and not self.part.softmaxed:
             goal, middle = (one - one.mean(-1, keepdim=True) for one in (wanted, values))
@@ -122,20 +134,21 @@ class Batch:
         """
         part, model, odd, count = self.part, self.model, set[int](), len(programs)
         start = max(begin, self.entrance.layer)
-        x = torch.cat([self._entering(start)] * count)
+        x = torch.stack([self._entering(start)] * count)
         if begin < 0:
             x = self._node(programs, None, "embed", {"x": x}, odd)
         for layer in range(start, part.blocks.stop):
             state, after = {"x": x}, -1
             if layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after
-                state = {node: torch.cat([y] * count) for node, y in self.entrance.state.items()}
+                state = {node: torch.stack([y] * count) for node, y in self.entrance.state.items()}
             until = part.until if layer == part.blocks[-1] else LAST
             for name in NODES[after + 1 : until + 1]:
                 state[name] = self._node(programs, layer, name, state, odd)
             x = state[NODES[until]]
         if part.is_last:
             x = self._node(programs, None, "ln_f", {"x": x}, odd)
+        x = x.flatten(0, 1)
         if part.end == "logits":
             x = x[:, -self.wanted.shape[1] :]
             usual, own = model.table[self.columns], [one.outside.get("head") for one in programs]
@@ -148,22 +161,6 @@ class Batch:
 
     def _node(self, programs: Sequence[Program], layer: int | None, name: str, state: State, odd: set[int]) -> Tensor:
         """Return a node of all programs: by GPT-2's formula, and of those that replace it by their own; and note ``odd`` ones."""
-        site, usual = self.model.site(layer or 0), RIGHT[name] if name != "embed" else lambda c, s: s["x"]
         given = ((n, one.outside if layer is None else one.blocks.get(layer, {})) for n, one in enumerate(programs))
         own = {n: edits[name] for n, edits in given if name in edits and n not in odd}
-        made = usual(site, state)
-        charge(site, name, made)
-        parts = made.unflatten(0, (-1, self.rows))
-        parts = parts.clone() if own else parts
-        rows = {node: x.unflatten(0, (-1, self.rows)).unbind() for node, x in state.items()} if own else {}
-        for n, formula in own.items():
-            try:
-                value = formula(site, {node: of[n] for node, of in rows.items()})
-            except (IndexError, RuntimeError):
-                value = made.new_empty(0)
-            charge(site, name, value, is_own=True)
-            if value.ndim == made.ndim and value.shape[1:] == made.shape[1:]:
-                parts[n] = value.to(made.dtype)
-            else:
-                odd.add(n)
-        return parts.flatten(0, 1)
+        return in_rows(self.model.site(layer or 0), name, {}, state, own, len(programs), odd)

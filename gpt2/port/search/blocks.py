@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -11,7 +12,8 @@ from torch import Tensor
 from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed, norms_alike
+from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed, in_rows, norms_alike
+from gpt2.port.search.batch import rows_together
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
@@ -45,6 +47,14 @@ class Trial:
     faults: tuple[Cause, ...] = ()  # that were fitted
     again: int = 0  # whether the block's result is found, as another value's
     ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
+
+
+class Screened(NamedTuple):
+    """An alternative, whether what it changes may be found, and the block's result with it (B, T, D), if both are computed."""
+
+    alternative: Alternative
+    is_shown: bool
+    value: Tensor
 
 
 class Blocks:
@@ -116,6 +126,52 @@ class Blocks:
             if "ln_f" in state and self.observation.are_logits(state["ln_f"], self.model.table):
                 return True
         return False
+
+    def screened(self, base: Trial, some: Iterable[Alternative]) -> Iterator[Screened]:
+        """Run alternatives of a block as rows of a batch, and say for which :meth:`tried` may return something: not None.
+
+        Their values are compared with the program's by sums alone. Left out: those that change nothing.
+        """
+        groups = dict[int, list[tuple[Alternative, Edits]]]()
+        for one in some:
+            both = merged(base.edits, edits) if (edits := one.at(base.layer)) else None
+            if both is not None:
+                groups.setdefault(min(map(ORDER.__getitem__, edits)), []).append((one, both))
+        most = rows_together(self.model, 1, len(self.model.table) if base.layer + 1 == self.layers else 1)
+        for begin, group in groups.items():
+            for few in (group[n : n + most] for n in range(0, len(group), most)):
+                self.observation.check()
+                shown, values = self._shown(base, begin, [edits for _, edits in few])
+                yield from (Screened(one, *each) for (one, _), *each in zip(few, shown, values, strict=True))
+
+    def _shown(self, base: Trial, begin: int, every: Sequence[Edits]) -> tuple[list[bool], Tensor]:
+        """Return whether what each of some edits changes, from node number ``begin`` on, may be found; and the block's results."""
+        count, odd, batch, moved = len(every), set[int](), State(), dict[str, set[int]]()
+        shown, site = torch.zeros(count, dtype=torch.bool), self.model.site(base.layer, base.state)
+        for node in NODES[begin:]:
+            own = {n: edits[node] for n, edits in enumerate(every) if node in edits and n not in odd}
+            moved[node] = set(own).union(*(moved.get(read, ()) for read in READS[node]))
+            still = [n for n in range(count) if n not in moved[node]]
+            if len(still) < count:
+                batch[node] = in_rows(site, node, base.state, batch, own, count, odd)
+                batch[node][still] = base.state[node]
+                if node not in HIDDEN:
+                    found = self.observation.may_find(node, batch[node])
+                    found[still] = False
+                    shown |= found
+        values, layer = batch[""], base.layer + 1 if base.layer + 1 < self.layers else None
+        following = self.model.site(layer or 0, {"x": values[0]})
+        for some in ((), *self.known):
+            edits = {node: formula for one in some for node, formula in one.at(layer).items()}
+            batch = {"x": values}
+            for node in (FIRST if layer else ("ln_f",)) if edits or not some else ():
+                own = {n: edits[node] for n in range(count) if node in edits and n not in odd}
+                batch[node] = in_rows(following, node, {}, batch, own, count, odd)
+                shown |= self.observation.may_find(node, batch[node])
+            if "ln_f" in batch:
+                shown |= self.observation.may_be_logits(batch["ln_f"], self.model.table)
+        shown[list(odd)] = True
+        return shown.tolist(), values
 
     def tried(self, base: Trial, one: Alternative, shown: bool = True) -> Trial | None:
         """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is ``shown``."""

@@ -25,15 +25,23 @@ class Reference:
         self.model = model_with(config, ((name, tensor.double()) for name, tensor in state.items()))
         self.model.requires_grad_(False)
         self.own_head, self.bias = head, torch.zeros(())
+        self._made: dict[tuple[object, ...], Tensor] = {}  # logits without the bias, of texts at the first positions
 
     def __call__(self, ids: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
         """Return the logits of tokens at ``positions`` (T,), from 0 on if none are given."""
+        if positions != slice(None):
+            return self._logits(ids, positions) + self.bias
+        key = (*ids.shape, *ids.flatten().tolist())
+        if key not in self._made:
+            self._made[key] = self._logits(ids, positions)
+        return self._made[key] + self.bias
+
+    def _logits(self, ids: Tensor, positions: Tensor | slice) -> Tensor:
         wpe = self.model.wpe.weight
         self.model.wpe.weight = nn.Parameter(wpe[positions], requires_grad=False)
         hidden = self.model.hidden(ids.cpu())
         self.model.wpe.weight = wpe
-        logits = self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
-        return logits + self.bias
+        return self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
 
     def error(self, logits: Tensor, ids: Tensor) -> float:
         """Return the worst relative error of a port's logits, for the columns and positions that it returns."""

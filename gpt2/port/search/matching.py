@@ -6,7 +6,7 @@ A program may have each known fault in all blocks, in one, in some, or outside t
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -109,10 +109,13 @@ class Faults:
 class PartSearch:
     """Looks for the one fault that explains a part, of those before it (``earlier``) or of all.
 
-    ``untried``: the kinds of faults of which not all were tried.
+    ``untried``: the kinds of faults of which not all were tried. ``others``: the same part with other arrays at its end.
     """
 
-    def __init__(self, part: Part, progress: Progress = silent, earlier: Iterable[Alternative] = ()) -> None:
+    def __init__(
+        self, part: Part, progress: Progress = silent, earlier: Iterable[Alternative] = (), others: Sequence[Part] = ()
+    ) -> None:
+        self.parts = (part, *others)
         self.part, self.budget, self.progress, self.earlier = part, part.model.budget, progress, dict.fromkeys(earlier)
         self.faults, self.small, self.wrong = Faults(part), part.model.small, part.wrong_tokens
         self.untried: tuple[str, ...] = ()
@@ -204,12 +207,15 @@ class PartSearch:
                 sees = {two.sees for two, _ in one.sites}
                 batch = self.whole if ROWS in sees else self.row if TEXT in sees else self.few
                 groups.setdefault(batch, []).append(one)
-        most = math.inf if self.part.softmaxed else self.part.bound
-        rounded = max(most, self.part.right_errors[self.part.end] / BETTER)  # it may leave a few numbers as they are
+        mosts = [math.inf if part.softmaxed else part.bound for part in self.parts]
+        # what rounds numbers may leave a few of them as they are
+        bounds = [(most, max(most, part.right_errors[part.end] / BETTER)) for most, part in zip(mosts, self.parts, strict=True)]
         for batch, group in groups.items():
             self.progress(f"{self.part.end}: {len(group)} {words}")
-            near = batch.errors(group)
-            yield from ((error, one) for error, one in near if error <= most or (error <= rounded and one.rounds))
+            for few, values in batch.values(group):
+                for part, (most, rounded) in zip(self.parts, bounds, strict=True):
+                    near = zip(batch.distances(values, part), few, strict=True)
+                    yield from ((error, one) for error, one in near if error <= most or (error <= rounded and one.rounds))
 
     def _confirmed(self, nearest: list[tuple[float, Candidate]]) -> list[Fitting]:
         """Return the candidates that fit exactly, of GPT-2 itself with another head and the nearest.

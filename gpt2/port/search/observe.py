@@ -8,11 +8,12 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
-from gpt2.port.recording.pool import FAULT_MARGIN, Pool
+from gpt2.port.recording.pool import FAULT_MARGIN, LOOKED, Pool
 from gpt2.port.terms.tolerance import UNITS, excess
 
 LIKENESS = 10  # operators with which an array is compared
@@ -51,6 +52,28 @@ class Observation:
             return None  # zeros, or a bias at each token, are in any buffer
         own = self.pool.adopt(given, match)
         return Seen(merge(own) if given.ndim == 4 and value.ndim == 3 else own, match.error, match.entries)
+
+    def may_find(self, node: str, values: Tensor) -> Tensor:
+        """Return for which of a node's values (N, B, T, ...) :meth:`find` may find something; it finds nothing for the others."""
+        if node in HEADED and values.shape[-1] % self.heads == 0:
+            values = values.unflatten(-1, (self.heads, -1)).transpose(2, 3)
+        elif node == "attn.scores" and values.shape[-1] == values.shape[-2]:
+            values = values.tril()
+        axes, found = AXES.get(node, PIECES), torch.zeros(len(values), dtype=torch.bool)
+        for cut in ((), *((axis,) for axis in axes), axes):
+            if (numel := values[0].numel() // math.prod(values.shape[1 + axis] for axis in cut)) in self.pool.sizes:
+                part = values[tuple(0 if axis - 1 in cut else slice(None) for axis in range(values.ndim))].flatten(1)
+                self.pool.budget.spend(LOOKED, 2 * part.numel())
+                found |= self.pool.holds_like(part.sum(1), part.square().sum(1), numel, self.pool.tolerance_at(node))
+        return found
+
+    def may_be_logits(self, normed: Tensor, head: Tensor) -> Tensor:
+        """Return for which of some normed streams (N, B, T, D) :meth:`are_logits` may be true, by those of the last token."""
+        given, unit = self.pool.logits[:, -1, : len(head)], UNITS[self.pool.logits_dtype]
+        made = normed[:, :, -1] @ head.T
+        self.pool.budget.spend(6, made.numel(), normed[:, :, -1].numel() * len(head))
+        apart = ((made - given).abs() - 2 * (unit[0] * made.abs() + unit[1])).flatten(1).amax(1)
+        return ~(apart > 2 * FAR * self.pool.tolerance_at("logits") * made.square().flatten(1).mean(1).sqrt())
 
     def take(self, seen: Iterable[Seen]) -> None:
         """Note that these arrays are known."""
