@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self, TypeVar, cast
 
 import torch
@@ -129,14 +130,14 @@ class Model:
         self.state = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}
         self.config, self.ids, self.dtype = config, ids.cpu(), dtype
         self.table = self.state[head_name(self.state)]  # (V, D), of the head
+        self._parameters = sum(tensor.numel() for name, tensor in self.state.items() if name.startswith("h."))
         self._kept: OrderedDict[Hashable, object] = OrderedDict()
         self._tables: dict[Hashable, object] = {}
 
     @property
     def small(self) -> bool:
         """Whether thousands of programs can be run whole, on all tokens and in float64."""
-        parameters = sum(tensor.numel() for name, tensor in self.state.items() if name.startswith("h."))
-        return parameters * self.ids.numel() <= SMALL
+        return self._parameters * self.ids.numel() <= SMALL
 
     def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
         """Return what ``make`` makes; of the last few keys, what was made before."""
@@ -362,20 +363,27 @@ def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int =
     return state
 
 
-class _Row(Mapping[str, Tensor]):
-    """The nodes of program ``n`` of a batch, each cut out when a formula reads it; ``shared``: those that all programs have."""
-
-    def __init__(self, shared: State, batch: State, n: int) -> None:
-        self.shared, self.batch, self.n = shared, batch, n
+class _Lazily(Mapping[str, Tensor]):
+    def __init__(self, state: State, made: Callable[[str, Tensor], Tensor]) -> None:
+        self.state, self.made = state, made
 
     def __getitem__(self, node: str) -> Tensor:
-        return self.batch[node][self.n] if node in self.batch else self.shared[node]
+        return self.made(node, self.state[node])
 
     def __iter__(self) -> Iterator[str]:
-        return iter({**self.shared, **self.batch})
+        return iter(self.state)
 
     def __len__(self) -> int:
-        return len(self.shared.keys() | self.batch.keys())
+        return len(self.state)
+
+
+def lazily(state: State, made: Callable[[str, Tensor], Tensor]) -> State:
+    """Return nodes for a formula, each ``made`` of its name and value when it is read: of some twenty, a formula reads one."""
+    return cast(State, _Lazily(state, made))
+
+
+def _of_program(batch: State, n: int, node: str, x: Tensor) -> Tensor:
+    return x[n] if node in batch else x
 
 
 def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int]) -> Tensor:
@@ -387,13 +395,16 @@ def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, F
     if node == "embed":
         made = batch["x"]
     else:
-        every = {name: batch[name] if name in batch else torch.stack([shared[name]] * count) for name in READS.get(node, ("x",))}
-        made = RIGHT[node](c, {name: x.flatten(0, 1) for name, x in every.items()}).unflatten(0, (count, -1))
+        read = {name: batch[name] if name in batch else torch.stack([shared[name]] * count) for name in READS.get(node, ("x",))}
+        made = RIGHT[node](c, {name: x.flatten(0, 1) for name, x in read.items()}).unflatten(0, (count, -1))
     charge(c, node, made)
     made = made.clone() if own else made
+    every = {**shared, **batch}
     for n, formula in own.items():
+        if n in odd:
+            continue
         try:
-            value = formula(c, cast(State, _Row(shared, batch, n)))
+            value = formula(c, lazily(every, partial(_of_program, batch, n)))
         except (IndexError, RuntimeError):
             value = made.new_empty(0)
         charge(c, node, value, is_own=True)

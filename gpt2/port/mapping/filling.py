@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import HEAD
 from gpt2.port.mapping.mapping import AT_ONCE, KEEP, ZERO, WeightMap
 from gpt2.port.mapping.report import MappingRow
-from gpt2.port.recording.dataflow import Holder, Use
+from gpt2.port.recording.dataflow import Holder, Use, unravelled
 from gpt2.port.recording.forward import Borrowed
 
 ROUNDING = 1e-15
@@ -72,7 +72,7 @@ def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]
     shape, numbers = mapping.shapes[names[0]], entries - mapping.starts[names[0]]
     spans = [slice(0, size) for size in shape]
     if numbers.numel() < math.prod(shape):
-        spans = [slice(int(place.amin()), int(place.amax()) + 1) for place in torch.unravel_index(numbers, shape)]
+        spans = [slice(int(place.amin()), int(place.amax()) + 1) for place in unravelled(numbers, shape)]
     kinds = ("rows", "columns") if len(shape) == 2 else ("entries",)
     some = zip(kinds, spans, shape, strict=True)
     words = [f"{kind} {span.start}:{span.stop}" for kind, span, size in some if span != slice(0, size)]

@@ -75,7 +75,8 @@ class Behaviour:
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
-        self.size = float(self._logits(ids).square().mean().sqrt())  # of a logit
+        self.whole = self._logits(ids)
+        self.size = float(self.whole.square().mean().sqrt())  # of a logit
         self._repeat(ids)
         self._rows(ids)
         self._padded(ids, self._cached(ids))
@@ -165,7 +166,7 @@ class Behaviour:
         self.divergence = None if first is None else Divergence(first, error)
 
     def _rows(self, ids: Tensor) -> None:
-        both = self._logits(ids)
+        both = self.whole
         for row in range(len(ids)):
             try:
                 alone = self._logits(ids[row : row + 1])
@@ -182,7 +183,7 @@ class Behaviour:
         """Return whether the module has a cache that is right."""
         if not (self.past or self.switch or self.start):
             return False
-        whole = self._logits(ids)
+        whole = self.whole
         errors = self._piecewise(ids, whole)
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         if wrong:
@@ -275,7 +276,7 @@ class Behaviour:
         else:
             self.notes.append(f"padding was not tried: your forward does not take {name} of shape (B, T) ({why})")
             return
-        unmasked, alone, first = self._logits(ids), self._logits(ids[:1, gap:]), padded[:1, gap:]
+        unmasked, alone, first = self.whole, self._logits(ids[:1, gap:]), padded[:1, gap:]
         checks = (
             (full, unmasked, f"a {name} of ones changes the logits"),
             (refilled[:1, gap:], first, "what stands at padded positions changes the logits of real ones"),

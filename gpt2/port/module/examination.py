@@ -39,7 +39,7 @@ from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search.blamed import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes
-from gpt2.port.search.walk import Walked, search
+from gpt2.port.search.walk import Right, Walked, search
 from gpt2.port.terms.budget import of_model
 from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import ALL_WEIGHTS, Place, listed
@@ -127,11 +127,11 @@ class Examination:
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
             mine, right = same(probe), reference(probe)
-            apart = worst_relative_error(mine, right)
-            if worst <= MOST_ROUNDED or apart > rounding:
+            by_weights = worst_relative_error(mine, right)
+            if worst <= MOST_ROUNDED or by_weights > rounding:
                 rounding = self.runs.explained(reference, probe, torch.float32)  # as of folded weights
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
-            if own.placed and (apart <= rounding or (ends := _ends(mine, right, rounding))):
+            if own.placed and (by_weights <= rounding or (ends := _ends(mine, right, rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
                     words = f"differ from the checkpoint's ({listed(departures, self.config.n_layer)}), and compute the same"
                     self.notes.append(f"your weights {words}, as folded norms do")
@@ -321,7 +321,7 @@ class Examination:
         A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
         further with the checkpoint's own, the causes that say so are dropped.
         """
-        walk = partial(search, pool, ids=ids, reference=reference.model, head=own.head, progress=self.progress)
+        walk = partial(search, pool, right=Right.of(reference.model, ids), head=own.head, progress=self.progress)
         best = walk(weights)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}

@@ -86,7 +86,7 @@ class Node:
 
     def place(self, ids: Tensor) -> tuple[Tensor, ...]:
         """Return the indices in ``shape`` of these results."""
-        return torch.unravel_index(ids - self.start, self.shape)
+        return unravelled(ids - self.start, self.shape)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -166,6 +166,12 @@ class Recording:
             for operand in self.nodes[number].tensors if number in needed else ():
                 needed |= set(self.owners(without_repeats(operand)).unique().tolist())
         return frozenset(needed - {-1})
+
+
+def unravelled(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return the indices of the elements with these numbers, as torch.unravel_index, which imports sympy, does."""
+    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    return tuple(numbers // max(step, 1) % max(size, 1) for size, step in zip(shape, steps, strict=True))
 
 
 def without_repeats(tensor: Tensor) -> Tensor:

@@ -59,11 +59,13 @@ class Pool:
         self._by_size: dict[int, list[tuple[float, int]]] = {}  # sum and number of the entries, by their sums
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._sorted: dict[int, Tensor] = {}
+        self._unit = 0.0  # the largest error of storing an entry
 
     def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64, whole: bool = True) -> None:
         """Add a tensor under its name, perhaps stored in a narrower dtype."""
         self.names.append(name or f"tensor {len(self.entries)}")
         self.dtypes.append(dtype)
+        self._unit = max(self._unit, UNITS[dtype][0])
         self.whole.append(whole)
         entry = tensor.detach().to("cpu", torch.float64, copy=True).contiguous()
         self._sums.append(_sums(entry))
@@ -145,7 +147,7 @@ class Pool:
         self.budget.spend(LOOKED, 2 * n)
         (first, second), ranked, numbers = _sums(value), self._by_size[n], []
         size = max(math.sqrt(second / n), 1e-300) * n
-        margin = (bound + max(UNITS[dtype][0] for dtype in set(self.dtypes))) * size + 1e-290
+        margin = (bound + self._unit) * size + 1e-290
         for total, number in ranked[bisect_left(ranked, (first - margin,)) :]:
             if total > first + margin:
                 break

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.graph import LAST, NODES, Entrance, Model, Program, State, in_rows, run_block
+from gpt2.port.graph import LAST, NODES, Edits, Entrance, Formula, Model, Program, in_rows, run_block
 from gpt2.port.search.part import MIN_ROWS, Part
 
 DISTANCE = 12  # operators of a comparison
@@ -30,6 +30,15 @@ def rows_together(model: Model, blocks: int = 1, columns: int = 1) -> int:
     widest = max(config.inner, 3 * config.n_embd, config.n_head * model.ids.shape[1], columns)
     work = max(1, blocks) * (4 * config.n_embd + 2 * config.inner) * config.n_embd
     return max(1, min(MAX_PROGRAMS, MAX_ELEMENTS // (size * widest), MAX_WORK // (size * work)))
+
+
+def by_node(every: Sequence[Edits]) -> dict[str, dict[int, Formula]]:
+    """Return the formulas of several programs by node, and by the number of the program."""
+    own: dict[str, dict[int, Formula]] = {}
+    for n, edits in enumerate(every):
+        for node, formula in edits.items():
+            own.setdefault(node, {})[n] = formula
+    return own
 
 
 class Batch:
@@ -98,7 +107,7 @@ class Batch:
         return logits - logits.mean(-1, keepdim=True) if self.part.softmaxed else logits
 
     def distances(self, values: Tensor, part: Part | None = None) -> list[float]:
-        """Return the largest errors of values (N, B, T, X), over the root mean square; perhaps of another array that ends ``part``."""
+        """Return the largest errors of values (N, B, T, X), over the root mean square; perhaps of what ends ``part``."""
         wanted = self._cut(part) if part else self.wanted
         apart = [wanted - values]
         self.model.budget.spend(DISTANCE, DISTANCE * values.numel())
@@ -135,32 +144,28 @@ class Batch:
         part, model, odd, count = self.part, self.model, set[int](), len(programs)
         start = max(begin, self.entrance.layer)
         x = torch.stack([self._entering(start)] * count)
+        outside, site = by_node([one.outside for one in programs]), model.site(0)
         if begin < 0:
-            x = self._node(programs, None, "embed", {"x": x}, odd)
+            x = in_rows(site, "embed", {}, {"x": x}, outside.get("embed", {}), count, odd)
         for layer in range(start, part.blocks.stop):
             state, after = {"x": x}, -1
             if layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after
                 state = {node: torch.stack([y] * count) for node, y in self.entrance.state.items()}
             until = part.until if layer == part.blocks[-1] else LAST
+            own = by_node([one.blocks.get(layer, {}) for one in programs])
             for name in NODES[after + 1 : until + 1]:
-                state[name] = self._node(programs, layer, name, state, odd)
+                state[name] = in_rows(model.site(layer), name, {}, state, own.get(name, {}), count, odd)
             x = state[NODES[until]]
         if part.is_last:
-            x = self._node(programs, None, "ln_f", {"x": x}, odd)
+            x = in_rows(site, "ln_f", {}, {"x": x}, outside.get("ln_f", {}), count, odd)
         x = x.flatten(0, 1)
         if part.end == "logits":
             x = x[:, -self.wanted.shape[1] :]
-            usual, own = model.table[self.columns], [one.outside.get("head") for one in programs]
-            given = x.split(len(x) // count) if any(own) else [x]
-            site = model.site(0)  # each whole table is dropped before the next one is made
-            tables = (head(site, {})[self.columns].to(x.dtype) if head else usual for head in own[: len(given)])
+            usual, heads = model.table[self.columns], [one.outside.get("head") for one in programs]
+            given = x.split(len(x) // count) if any(heads) else [x]
+            # each whole table is dropped before the next one is made
+            tables = (head(site, {})[self.columns].to(x.dtype) if head else usual for head in heads[: len(given)])
             x = torch.cat([y @ table.T for y, table in zip(given, tables, strict=True)])
             model.budget.spend(2 * len(given), x.numel(), x.numel() * model.config.n_embd)
         return self._centred(x), odd
-
-    def _node(self, programs: Sequence[Program], layer: int | None, name: str, state: State, odd: set[int]) -> Tensor:
-        """Return a node of all programs: by GPT-2's formula, and of those that replace it by their own; and note ``odd`` ones."""
-        given = ((n, one.outside if layer is None else one.blocks.get(layer, {})) for n, one in enumerate(programs))
-        own = {n: edits[name] for n, edits in given if name in edits and n not in odd}
-        return in_rows(self.model.site(layer or 0), name, {}, state, own, len(programs), odd)

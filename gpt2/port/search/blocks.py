@@ -13,7 +13,7 @@ from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed, in_rows, norms_alike
-from gpt2.port.search.batch import rows_together
+from gpt2.port.search.batch import by_node, rows_together
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
@@ -133,6 +133,8 @@ class Blocks:
         Their values are compared with the program's by sums alone. Left out: those that change nothing.
         """
         groups = dict[int, list[tuple[Alternative, Edits]]]()
+        if not any(self.observation.has_size(node, value) for node, value in base.state.items()) and base.layer + 1 < self.layers:
+            some = (one for one in some if self._reshapes(base, one))
         for one in some:
             both = merged(base.edits, edits) if (edits := one.at(base.layer)) else None
             if both is not None:
@@ -144,12 +146,22 @@ class Blocks:
                 shown, values = self._shown(base, begin, [edits for _, edits in few])
                 yield from (Screened(one, *each) for (one, _), *each in zip(few, shown, values, strict=True))
 
+    def _reshapes(self, base: Trial, one: Alternative) -> bool:
+        """Return whether an alternative gives a node another shape, or cannot be computed."""
+        for node, formula in one.at(base.layer).items():
+            try:
+                if formula(self.model.site(base.layer, base.state), base.state).shape != base.state[node].shape:
+                    return True
+            except (IndexError, RuntimeError):
+                return True
+        return False
+
     def _shown(self, base: Trial, begin: int, every: Sequence[Edits]) -> tuple[list[bool], Tensor]:
-        """Return whether what each of some edits changes, from node number ``begin`` on, may be found; and the block's results."""
-        count, odd, batch, moved = len(every), set[int](), State(), dict[str, set[int]]()
+        """Return whether what each of some edits changes, from node number ``begin`` on, may be found; and the blocks' ends."""
+        count, odd, batch, moved, edited = len(every), set[int](), State(), dict[str, set[int]](), by_node(every)
         shown, site = torch.zeros(count, dtype=torch.bool), self.model.site(base.layer, base.state)
         for node in NODES[begin:]:
-            own = {n: edits[node] for n, edits in enumerate(every) if node in edits and n not in odd}
+            own = edited.get(node, {})
             moved[node] = set(own).union(*(moved.get(read, ()) for read in READS[node]))
             still = [n for n in range(count) if n not in moved[node]]
             if len(still) < count:
@@ -165,7 +177,7 @@ class Blocks:
             edits = {node: formula for one in some for node, formula in one.at(layer).items()}
             batch = {"x": values}
             for node in (FIRST if layer else ("ln_f",)) if edits or not some else ():
-                own = {n: edits[node] for n in range(count) if node in edits and n not in odd}
+                own = {n: edits[node] for n in range(count) if node in edits}
                 batch[node] = in_rows(following, node, {}, batch, own, count, odd)
                 shown |= self.observation.may_find(node, batch[node])
             if "ln_f" in batch:

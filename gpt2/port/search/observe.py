@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
+from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge
 from gpt2.port.recording.pool import FAULT_MARGIN, LOOKED, Pool
 from gpt2.port.terms.tolerance import UNITS, excess
 
@@ -41,9 +41,7 @@ class Observation:
 
     def find(self, node: str, value: Tensor, fault: bool = False) -> Seen | None:
         """Return the program's numbers for a node's value, if they are among its arrays; ``fault``: with the narrower bound."""
-        given = split(value, self.heads) if node in HEADED and value.shape[-1] % self.heads == 0 else value
-        if node == "attn.scores" and value.shape[-1] == value.shape[-2]:
-            given = value.tril()
+        given = self._laid(node, value)
         match = self.pool.find(given, *AXES.get(node, PIECES), bound=(bound := self.pool.tolerance_at(node)))
         if match is None or (fault and match.error > bound / FAULT_MARGIN):
             return None
@@ -53,18 +51,30 @@ class Observation:
         own = self.pool.adopt(given, match)
         return Seen(merge(own) if given.ndim == 4 and value.ndim == 3 else own, match.error, match.entries)
 
+    def _cuts(self, node: str, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
+        """Yield the sizes of arrays that may hold a node's value of this shape, and the axes along which that is then cut."""
+        axes = AXES.get(node, PIECES)
+        for cut in ((), *((axis,) for axis in axes), axes):
+            if (numel := math.prod(size for axis, size in enumerate(shape) if axis not in cut)) in self.pool.sizes:
+                yield numel, cut
+
+    def _laid(self, node: str, value: Tensor) -> Tensor:
+        """Return a node's value (..., B, T, D) as it is looked for: by heads, and scores without later tokens."""
+        if node in HEADED and value.shape[-1] % self.heads == 0:
+            return value.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+        return value.tril() if node == "attn.scores" and value.shape[-1] == value.shape[-2] else value
+
+    def has_size(self, node: str, value: Tensor) -> bool:
+        """Return whether an array has as many numbers as a node's value, or a slice of it."""
+        return any(True for _ in self._cuts(node, self._laid(node, value).shape))
+
     def may_find(self, node: str, values: Tensor) -> Tensor:
         """Return for which of a node's values (N, B, T, ...) :meth:`find` may find something; it finds nothing for the others."""
-        if node in HEADED and values.shape[-1] % self.heads == 0:
-            values = values.unflatten(-1, (self.heads, -1)).transpose(2, 3)
-        elif node == "attn.scores" and values.shape[-1] == values.shape[-2]:
-            values = values.tril()
-        axes, found = AXES.get(node, PIECES), torch.zeros(len(values), dtype=torch.bool)
-        for cut in ((), *((axis,) for axis in axes), axes):
-            if (numel := values[0].numel() // math.prod(values.shape[1 + axis] for axis in cut)) in self.pool.sizes:
-                part = values[tuple(0 if axis - 1 in cut else slice(None) for axis in range(values.ndim))].flatten(1)
-                self.pool.budget.spend(LOOKED, 2 * part.numel())
-                found |= self.pool.holds_like(part.sum(1), part.square().sum(1), numel, self.pool.tolerance_at(node))
+        values, found = self._laid(node, values), torch.zeros(len(values), dtype=torch.bool)
+        for numel, cut in self._cuts(node, values.shape[1:]):
+            part = values[tuple(0 if axis - 1 in cut else slice(None) for axis in range(values.ndim))].flatten(1)
+            self.pool.budget.spend(LOOKED, 2 * part.numel())
+            found |= self.pool.holds_like(part.sum(1), part.square().sum(1), numel, self.pool.tolerance_at(node))
         return found
 
     def may_be_logits(self, normed: Tensor, head: Tensor) -> Tensor:

@@ -66,24 +66,38 @@ class Walked:
         return f"{last}; {self.lost} is the first that was not"
 
 
+@dataclass(frozen=True)
+class Right:
+    """What the checkpoint gives on the ids of a walk: its ``model``, its values by traced point, and what rounding explains."""
+
+    model: Model
+    exact: Mapping[str, Tensor]
+    rounding: Tolerance
+
+    @classmethod
+    def of(cls, reference: GPT2, ids: Tensor) -> Right:
+        """Return those of our model in float64 on ids (B, T), B and T at least 2."""
+        exact = trace(reference, ids)
+        model = Model(reference.state_dict(), reference.config, ids)
+        return cls(model, exact, measured(reference, ids, exact, torch.float32))
+
+
 @torch.no_grad()
 def search(
-    pool: Pool, own: Mapping[str, Tensor], ids: Tensor, reference: GPT2, head: Tensor | None = None, progress: Progress = silent
+    pool: Pool, own: Mapping[str, Tensor], right: Right, head: Tensor | None = None, progress: Progress = silent
 ) -> Walked:
-    """Walk through the tensors in ``pool``, which a program computed on ``ids`` (B, T), B and T at least 2.
+    """Walk through the tensors in ``pool``, which a program computed on the ids of ``right``.
 
-    ``own``: the program's weights by the checkpoint's names. ``reference``: our model in float64. ``head`` (V, D): a head that is
-    not the token embedding. Where the pool's budget is spent the walk ends with what it has found.
+    ``own``: the program's weights by the checkpoint's names. ``head`` (V, D): a head that is not the token embedding. Where the
+    pool's budget is spent the walk ends with what it has found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
-        weights["wpe.weight"] = reference.wpe.weight.detach().double()
+        weights["wpe.weight"] = right.model.state["wpe.weight"]
     if head is not None:
         weights[HEAD] = head.double()
-    model = Model(weights, reference.config, ids, budget=pool.budget)
-    right, exact = Model(reference.state_dict(), reference.config, ids), trace(reference, ids)
-    rounding = measured(reference, ids, exact, torch.float32)
-    return Search(pool, model, exact, progress, right, rounding).run()
+    model = Model(weights, right.model.config, right.model.ids, budget=pool.budget)
+    return Search(pool, model, right.exact, progress, right.model, right.rounding).run()
 
 
 class Search:
