@@ -76,6 +76,11 @@ def ids() -> Tensor:
 
 
 @cache
+def right() -> Right:
+    return Right.of(model(), ids())
+
+
+@cache
 def alternatives() -> tuple[Alternative, ...]:
     return tuple(table(Model(model().state_dict(), CONFIG, ids())))
 
