@@ -27,6 +27,7 @@ FUSED_ATTENTION = {
 }
 NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 CONTRACTIONS = {"mm", "addmm", "bmm", "baddbmm"}
+PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 NORMAL = {"randn", "randn_like", "normal_", "normal"}
 RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "randperm", "multinomial"}
 
@@ -82,7 +83,11 @@ class OperatorCall:
 
 def tensors(tree: Any) -> list[Tensor]:
     """Return the tensors in nested lists, tuples and dictionaries."""
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+    if isinstance(tree, Tensor):
+        return [tree]
+    if type(tree) in (tuple, list):  # the usual arguments, faster than by torch's trees
+        return [x for part in tree for x in tensors(part)]
+    return [] if type(tree) in PLAIN else [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 class OperatorMode(TorchDispatchMode):
