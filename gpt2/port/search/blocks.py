@@ -50,7 +50,7 @@ class Trial:
 
 
 class Screened(NamedTuple):
-    """An alternative, whether what it changes may be found, and the block's result with it (B, T, D), if both are computed."""
+    """An alternative, whether what it changes may be found, and the block's result with it (B, T, D), NaN if not computed."""
 
     alternative: Alternative
     is_shown: bool
@@ -143,7 +143,10 @@ class Blocks:
         for begin, group in groups.items():
             for few in (group[n : n + most] for n in range(0, len(group), most)):
                 self.observation.check()
-                shown, values = self._shown(base, begin, [edits for _, edits in few])
+                try:
+                    shown, values = self._shown(base, begin, [edits for _, edits in few])
+                except RuntimeError:  # of a block with another number of heads
+                    shown, values = [True] * len(few), base.state[""].expand(len(few), *base.state[""].shape)
                 yield from (Screened(one, *each) for (one, _), *each in zip(few, shown, values, strict=True))
 
     def _reshapes(self, base: Trial, one: Alternative) -> bool:
@@ -182,7 +185,7 @@ class Blocks:
                 shown |= self.observation.may_find(node, batch[node])
             if "ln_f" in batch:
                 shown |= self.observation.may_be_logits(batch["ln_f"], self.model.table)
-        shown[list(odd)] = True
+        shown[list(odd)], values[list(odd)] = True, torch.nan
         return shown.tolist(), values
 
     def tried(self, base: Trial, one: Alternative, shown: bool = True) -> Trial | None:

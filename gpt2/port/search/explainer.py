@@ -120,7 +120,7 @@ class Explainer:
             rounded = max(part.bound, part.right_errors[part.end] / BETTER)
             for one, _, value in rows:
                 error = float((seen.value - value).abs().max() / size)
-                if error <= part.bound or (error <= rounded and Candidate(((one, base.layer),)).rounds):
+                if not error > part.bound or (error <= rounded and Candidate(((one, base.layer),)).rounds):
                     yield one
 
     def _widened(self, base: Trial, part: Trial | None) -> tuple[Trial | None, Trial | None]:
