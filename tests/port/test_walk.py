@@ -58,6 +58,9 @@ class Port(nn.Module):
     def do_norm(self, x: Tensor, name: str) -> Tensor:
         return F.layer_norm(x, x.shape[-1:], self.w[f"{name}.weight"], self.w[f"{name}.bias"], 1e-5)
 
+    def do_embed(self, ids: Tensor) -> Tensor:
+        return self.w["wte.weight"][ids] + self.w["wpe.weight"][: ids.size(1)]
+
     def do_act(self, x: Tensor, n: int) -> Tensor:
         return 0.5 * x * (1 + torch.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
 
@@ -103,7 +106,7 @@ class Port(nn.Module):
         return x + self.do_feed(self.do_norm(x, f"h.{n}.ln_2"), n)
 
     def forward(self, ids: Tensor) -> Tensor:
-        x = self.w["wte.weight"][ids] + self.w["wpe.weight"][: ids.size(1)]
+        x = self.do_embed(ids)
         for n in range(self.config.n_layer):
             x = self.do_block(x, n)
         return self.do_norm(x, "ln_f") @ self.w["wte.weight"].T + 0 * self.probe
@@ -174,6 +177,20 @@ def test_norms_with_the_same_numbers_show_no_block() -> None:
             nn.init.constant_(parameter, name.endswith("weight"))
     result = walked(model=model, block=squared, act=act(torch.relu, 1))
     assert (result.lost, result.blocks, causes_of(result)) == ("h.0", (0, 1, 2), [("gelu-variant", "h.1.mlp.act")])
+
+
+def test_embeddings_that_a_norm_does_not_read_are_seen() -> None:
+    """A stranger's module had no positions, it was said, as no block was seen to read its own: its norms are behind the sums."""
+
+    def block(port: Port, x: Tensor, n: int) -> Tensor:
+        x = port.do_norm(x + port.do_attend(x, n), f"h.{n}.ln_1")
+        return port.do_norm(x + port.do_feed(x, n), f"h.{n}.ln_2")
+
+    waves = (torch.arange(8.0).double()[:, None] * torch.linspace(0.1, 1, 21).double()).sin()
+    turned = lambda port, s, n: s.masked_fill(torch.ones_like(s).tril().bool(), 1e-9).softmax(-1)  # noqa: E731
+    result = walked(embed=lambda port, ids: 2 * port.w["wte.weight"][ids] + waves, block=block, soft=turned)
+    wanted = [("position-sinusoidal", "wpe"), ("embedding-scaled", "wte"), ("post-norm", "h.*"), ("mask-missing", "h.*.attn")]
+    assert ({*causes_of(result)}, result.explained) == ({*wanted}, True)
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,8 @@ MASKS: dict[str, tuple[str, Mask]] = {
     f"{TURNED} itself and the future, not the past": ("mask-missing", lambda t, j, a: j >= t),
     f"{TURNED} the future alone, not itself or the past": ("mask-missing", lambda t, j, a: j > t),
 }
-FILLS = (0.0, 1e-9, -1e-9, -1e-5, -1.0, 1.0, -10.0, -100.0, -1e3, -1e4, -1e5, -1e9, 1e9)  # in place of hidden scores
+TINY = 1e-9  # written for -1e9
+FILLS = (0.0, TINY, -TINY, -1e-5, -1.0, 1.0, -10.0, -100.0, -1e3, -1e4, -1e5, -1e9, 1e9)  # in place of hidden scores
 # What shows only where a text is read in several calls.
 IN_CALLS: dict[str, Mask] = {
     "the mask begins anew in each call": lambda t, j, a: j <= t - a,
@@ -89,6 +90,8 @@ def masks(model: Model) -> Iterator[Alternative]:
         yield _weighed(id, words, _seeing(mask), sees=TEXT if ahead(mask) else "")
         if not bool(mask(every[:, None], every, 0).any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", _seeing(mask, -1e30))
+        if words.startswith(TURNED):
+            yield _weighed(id, f"{words}; hidden scores become {TINY:g}", _seeing(mask, TINY), rare=True)
     for fill in FILLS:
         words = f"masked scores become {fill:g}, which softmax gives a share, instead of minus infinity"
         yield _weighed("mask-multiplied", words.replace("become 0,", "become zero,"), _seeing(CAUSAL, fill))

@@ -202,7 +202,8 @@ class Search:
                 continue
             x = x if found is None else found.own
             shown = self.blocks.shown_behind(-1, x)
-            # the tokens alone are there as well
+            if not shown and self.explainer.of_module and torch.equal(x, site.words) and not self._enters(x):
+                continue  # the tokens alone are there as well
             latest = max(found.entries, default=0) if found and self.explainer.of_module else 0
             if shown or (found is not None and seen is None):
                 options.append(((not shown, found is None, -latest, candidate.order_of_naming), candidate.sites[0][0], x))
@@ -227,11 +228,16 @@ class Search:
             fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.model.ids, wte, wpe, rows)
             own = None if fit is None else self.observation.find("embed", fit.value)
             x = right if fit is None else fit.value if own is None else own.own
-            if fit is not None and self.blocks.shown_behind(-1, x):
+            if fit is not None and (self.blocks.shown_behind(-1, x) or self._enters(x)):
                 part = fit.faults[0].place.part
                 self.blamed.fitted(fit.faults, part if part in OUTSIDE else "embed", {"embed": (x, right)})
                 return x
         return None
+
+    def _enters(self, x: Tensor) -> bool:
+        """Return whether some fault of the first block's first nodes shows that it reads ``x``."""
+        base, first = self.blocks.block(0, x), set(FIRST)
+        return any(self.blocks.tried(base, one) is not None for one in self.explainer.inner if not first.isdisjoint(one.edits))
 
     def _other_embeddings(self, right: Tensor) -> Iterator[Candidate]:
         """Yield other embeddings: at once, in calls, and from each token on."""
