@@ -87,7 +87,7 @@ def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: T
         scaled = [Cause.at("embedding-scaled", "wte", f"token embeddings are multiplied by {factor:.6g}")] * (factor != 1)
         if (other := _other_rows(seen, factor * words, wpe, rows, scaled)) is not None:
             return other
-    if len(words) < 2 or not bool(rows.all()):
+    if len(ids.unique(dim=0)) < 2 or not bool(rows.all()):  # else any array fits
         return None
     table = (seen.value - times * words).mean(0)
     id, detail = "not-loaded", "positions are not the checkpoint's learned ones, and none known here"

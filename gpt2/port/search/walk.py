@@ -209,6 +209,8 @@ class Search:
                 options.append(((not shown, found is None, -latest, candidate.order_of_naming), candidate.sites[0][0], x))
         best = min(options, key=lambda option: option[0], default=None)
         if best is None or best[0][0]:  # what is found may be something else's
+            if self._enters(own):
+                return own
             fitted = self._embedding_fitted(right)
             if fitted is not None or best is None or seen is not None:
                 return own if fitted is None else fitted
@@ -235,9 +237,14 @@ class Search:
         return None
 
     def _enters(self, x: Tensor) -> bool:
-        """Return whether some fault of the first block's first nodes shows that it reads ``x``."""
+        """Return whether ``x`` is read, with some fault: by the first block's first nodes, or behind blocks that do not run."""
+        if not self.explainer.of_module:  # a dump shows few of its values
+            return False
+        if self.observation.are_logits(x, self.model.table) or self.ending.explained(x, known=False):
+            return True
         base, first = self.blocks.block(0, x), set(FIRST)
-        return any(self.blocks.tried(base, one) is not None for one in self.explainer.inner if not first.isdisjoint(one.edits))
+        trials = (self.blocks.tried(base, one) for one in self.explainer.inner if not first.isdisjoint(one.edits))
+        return any(trial is not None and not first.isdisjoint(trial.seen) for trial in trials)
 
     def _other_embeddings(self, right: Tensor) -> Iterator[Candidate]:
         """Yield other embeddings: at once, in calls, and from each token on."""
