@@ -335,6 +335,22 @@ def test_a_module_built_in_inference_mode_is_read_and_filled() -> None:
     assert not torch.is_inference_mode_enabled()
 
 
+class Filled(GPT2):
+    def forward(self, ids: Tensor, **_: Any) -> Tensor:
+        return super().forward(ids) + 0 * torch.full((1,), torch.finfo(self.wte.weight.dtype).min)
+
+
+def test_a_module_that_makes_tensors_in_the_default_dtype_is_run_in_float64() -> None:
+    """The least number of float64 does not go into one: a stranger's right module was refused, and diagnosed to 1e-5 alone."""
+    module = Filled(CONFIG).eval()
+    found = checkpoint_of(module)
+    report, diagnosis = load_into(module, found.load()), diagnose(module, found.load())
+    assert (report.ok, diagnosis.ok, report.logits_error is None) == (True, True, False)
+    assert diagnosis.logits_error < FLOAT64_BOUND
+    assert "but for tensors made in torch's default dtype" in diagnosis.notes[0]
+    assert torch.get_default_dtype() == torch.float32
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, of quantize_dynamic
 @pytest.mark.parametrize("judge", [checkpoint_of, lambda module: load_into(module, GPT2(CONFIG))])
 def test_packed_int8_layers_are_named(judge: Callable[[nn.Module], object]) -> None:

@@ -29,7 +29,7 @@ from gpt2.measure.user_code import Target, builder, error_line, error_place, fun
 from gpt2.model import GPT2
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.diagnosis.runner import PROGRESS
-from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.recording.forward import Borrowed, ForwardError, device_of
 from gpt2.port.recording.recorder import give_shapes
 from gpt2.port.terms import budget
 
@@ -141,8 +141,7 @@ def write_official(model: GPT2, folder: Path) -> Path:
 def _once(module: nn.Module, model: GPT2) -> Exception | None:
     """Call the module once, so that a hang meets the short time limit; return the error. It keeps no state of that."""
     give_shapes(module, model.config, type(module).__name__)
-    device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
-    length = min(8, model.config.n_positions)
+    device, length = device_of(module), min(8, model.config.n_positions)
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]), Borrowed(module):
             module.eval()(torch.arange(2 * length, device=device).view(2, length) % model.config.vocab_size)

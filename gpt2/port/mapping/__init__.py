@@ -7,7 +7,7 @@ never by names. :mod:`.mapping` derives which entry belongs in each place; :clas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,15 @@ from gpt2.model import GPT2
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.stream import NotGPT2
 from gpt2.port.mapping.filling import fill, overwritten
-from gpt2.port.mapping.mapping import WeightMap
+from gpt2.port.mapping.mapping import WeightMap, probes
 from gpt2.port.mapping.report import MappingReport, Remarks
-from gpt2.port.recording.forward import Borrowed
+from gpt2.port.recording.forward import Borrowed, device_of
 from gpt2.port.recording.recorder import give_shapes, record_probe
 
 __all__ = ["MappingReport", "load_into"]
 
 ROUNDED_CONSTANT = 1e-6  # the error that a constant in float32 can cause
 MAX_RATIO = 10  # where a port refuses float64: its error in its own dtype over our model's
-MAX_COST = 4e9  # parameters times tokens in one forward pass; above it, the full context is not tried
 
 
 @torch.no_grad()
@@ -96,45 +95,46 @@ class LogitsCheck:
     """Our model's outputs for a few probes: with the checkpoint, and with ``neutral`` tensors in place of the checkpoint's."""
 
     def __init__(self, mapping: WeightMap, state: Mapping[str, Tensor], neutral: dict[str, Tensor]) -> None:
-        anatomy, self.config, self.state = mapping.anatomy, mapping.config, state
-        self.hidden_only = anatomy.head is None
-        head = [] if anatomy.head is None else [len(anatomy.head)]
-        self.vocabulary = min(anatomy.stream.vocabulary, self.config.vocab_size, *head)
-        positions = self.config.n_positions if anatomy.positions is None else len(anatomy.positions.rows)
-        context = min(self.config.n_positions, positions)
-        lengths = {min(length, context) for length in (1, 7, 32)}
-        if self.config.num_parameters() * context <= MAX_COST or anatomy.recording.ids.size(1) == context:
-            lengths.add(context)
-        generator = torch.Generator().manual_seed(1)
-        rows = len(anatomy.recording.ids)  # the module may take no other batch
-        self.probes = [torch.randint(self.vocabulary, (rows, length), generator=generator) for length in sorted(lengths)]
+        self.config, self.state, self.hidden_only = mapping.config, state, mapping.anatomy.head is None
+        self.probes = probes(self.config, mapping.anatomy, len(mapping.anatomy.recording.ids))  # it may take no other batch
         self.expected = self.reference(state)
         self.expected_without = self.reference({**state, **neutral}) if neutral else []
 
     def reference(self, state: Mapping[str, Tensor], dtype: torch.dtype = torch.float64) -> list[Tensor]:
         model = model_with(self.config, ((name, tensor.to("cpu", dtype)) for name, tensor in state.items()))
         model.requires_grad_(False)
-        return [model.hidden(ids) if self.hidden_only else model(ids)[..., : self.vocabulary] for ids in self.probes]
+        return [model.hidden(ids) if self.hidden_only else model(ids) for ids in self.probes]
 
     def judge(self, borrowed: Borrowed, remarks: Remarks) -> LogitsVerdict:
         """Run the filled module in float64, return the verdict, and add the problems to ``remarks``."""
         if remarks.anatomy.width != self.config.n_embd:
             return LogitsVerdict(None, "the logits cannot be compared, the module being of another size")
-        outputs, failures = self.outputs(borrowed.module)
+        outputs = self.outputs(borrowed)
+        failures = [error_at(output) for output in outputs if isinstance(output, Exception)]
         if len(failures) == len(outputs):
-            return self._judge_rounding(borrowed, failures[0])
+            return LogitsVerdict(None, f"the logits cannot be compared: the forward fails ({failures[0]})")
         if failures:
-            lengths = ", ".join(str(ids.size(1)) for ids, output in zip(self.probes, outputs, strict=True) if output is not None)
-            remarks.notes.append(f"your forward fails on other lengths than {lengths} ({failures[0]})")
+            pairs = zip(self.probes, outputs, strict=True)
+            lengths = sorted(ids.size(1) for ids, output in pairs if isinstance(output, Tensor))
+            remarks.notes.append(f"your forward fails on other lengths than {', '.join(map(str, lengths))} ({failures[0]})")
         error = worst_error(outputs, self.expected)
+        if not borrowed.wide and borrowed.failure is not None:  # compared by its error in its own dtype, and our model's
+            dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
+            rounding = worst_error(self.reference(self.state, dtype), self.expected)
+            agrees, name = error <= MAX_RATIO * rounding, str(dtype).removeprefix("torch.")
+            errors = f"{error:.1e} from our model in float64; our model in {name} is {rounding:.1e} from it"
+            why = f"(in float64 yours fails: {error_at(borrowed.failure)})"
+            return LogitsVerdict(None, f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} {why}", agrees)
         if error <= FLOAT64_BOUND:
             return LogitsVerdict(error, "the logits agree with our model's", True)
         if self.expected_without and (rest := worst_error(outputs, self.expected_without)) <= FLOAT64_BOUND:
             lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
             remarks.notes.append(f"{lack} ({rest:.1e})")
             return LogitsVerdict(error, "the logits differ, by what your module lacks")
-        again, _ = self.outputs(borrowed.module)
-        if any(x is not None and y is not None and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)):
+        again = self.outputs(borrowed)
+        if any(
+            isinstance(x, Tensor) and isinstance(y, Tensor) and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)
+        ):
             remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
         if error <= ROUNDED_CONSTANT:
             kept = f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32"
@@ -145,35 +145,27 @@ class LogitsCheck:
         remarks.problems.append(f"{placed}, {other}")
         return LogitsVerdict(error, "the logits differ")
 
-    def _judge_rounding(self, borrowed: Borrowed, failure: str) -> LogitsVerdict:
-        """Compare errors in the module's own dtype, module against our model, for a module that fails in float64."""
-        borrowed.to_own_dtype()
-        dtype = next(tensor.dtype for tensor in borrowed.tensors.values() if tensor.is_floating_point())
-        outputs, failures = self.outputs(borrowed.module)
-        if len(failures) == len(outputs):
-            return LogitsVerdict(None, f"the logits cannot be compared: the forward fails ({failures[0]})")
-        error, rounding = worst_error(outputs, self.expected), worst_error(self.reference(self.state, dtype), self.expected)
-        agrees, name = error <= MAX_RATIO * rounding, str(dtype).removeprefix("torch.")
-        errors = f"{error:.1e} from our model in float64; our model in {name} is {rounding:.1e} from it"
-        words = f"the logits {'agree' if agrees else 'differ'} in {name}, {errors} (in float64 yours fails: {failure})"
-        return LogitsVerdict(None, words, agrees)
+    def outputs(self, borrowed: Borrowed) -> list[Tensor | Exception]:
+        """Return the module's output for each probe, or its error there."""
 
-    def outputs(self, module: nn.Module) -> tuple[list[Tensor | None], list[str]]:
-        """Return the module's output for each probe (None where it fails), and the error messages."""
-        outputs: list[Tensor | None] = []
-        failures = []
-        device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
-        for ids in self.probes:
+        device = device_of(borrowed.module)
+
+        def output(ids: Tensor) -> Tensor | Exception:
             try:
-                output = logits_of(module(ids.to(device)), ids, self.config.vocab_size).to("cpu", torch.float64)
-                outputs.append(output if self.hidden_only else output[..., : self.vocabulary])
+                return logits_of(borrowed.module(ids.to(device)), ids, self.config.vocab_size).to("cpu", torch.float64)
             except Exception as error:
-                outputs.append(None)
-                failures.append(error_at(error))
-        return outputs, failures
+                return error
+
+        def every() -> list[Tensor | Exception] | Exception:
+            made = [output(ids) for ids in self.probes]
+            return made if any(isinstance(one, Tensor) for one in made) else cast(Exception, made[0])
+
+        made = borrowed.widest(every)
+        return [made] * len(self.probes) if isinstance(made, Exception) else made
 
 
-def worst_error(outputs: Sequence[Tensor | None], references: list[Tensor]) -> float:
-    """Return the worst relative error of any output, over its positions only: some ports return only the last."""
-    pairs = zip(outputs, references, strict=True)
-    return max(worst_relative_error(x, reference[:, -x.shape[1] :]) for x, reference in pairs if x is not None)
+def worst_error(outputs: Sequence[Tensor | Exception], references: list[Tensor]) -> float:
+    """Return the worst relative error of any output, over what both have: some ports return only the last position."""
+    pairs = ((x, y[:, -x.shape[1] :]) for x, y in zip(outputs, references, strict=True) if isinstance(x, Tensor))
+    cut = ((x, y, min(x.shape[-1], y.shape[-1])) for x, y in pairs)
+    return max(worst_relative_error(x[..., :columns], y[..., :columns]) for x, y, columns in cut)

@@ -27,6 +27,7 @@ from gpt2.damage import look
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.metrics import FLOAT64_BOUND
+from gpt2.measure.user_code import error_at
 from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.flow import Flow
 from gpt2.port.anatomy.stream import NotGPT2, Stream
@@ -155,7 +156,7 @@ class _Reading:
     def checkpoint(self) -> ModuleCheckpoint:
         """Read, verify and return. Raises NotGPT2: our model gives other logits."""
         check, weights, outputs = self.check, self.own.weights, self._outputs()
-        probes, worked = check.probes, [n for n, output in enumerate(outputs) if output is not None]
+        probes, worked = check.probes, [n for n, output in enumerate(outputs) if isinstance(output, Tensor)]
         check.probes = [probes[next((n for n in worked if probes[n].size(1) > 1), worked[0])]]
         config = self._config()
         check.probes = probes
@@ -164,12 +165,13 @@ class _Reading:
         stored = {key: tensor.to(dtype, copy=True) for key, tensor in weights.items()}
         return ModuleCheckpoint(self.name, None, config, dtype, dtype, stored, tuple(self._notes(stored, error)))
 
-    def _outputs(self) -> list[Tensor | None]:
+    def _outputs(self) -> list[Tensor | Exception]:
         """Return the module's outputs for the probes, without its casts to narrower dtypes."""
         with plain_attention(), DeterministicMode(keep_random=True) as mode:
-            outputs, failures = self.check.outputs(self.borrowed.module)
-        if len(failures) == len(outputs):
-            raise InputError(f"{self.name}: its forward fails in float64 ({failures[0]}); use the dtype of its weights there")
+            outputs = self.check.outputs(self.borrowed)
+        if self.borrowed.failure is not None and not self.borrowed.wide:
+            failure = error_at(self.borrowed.failure)
+            raise InputError(f"{self.name}: its forward fails in float64 ({failure}); use the dtype of its weights there")
         self.casts |= mode.casts
         return outputs
 
@@ -221,10 +223,10 @@ class _Reading:
         fit("attention computes", factor, (), *SCALINGS)
         return check.config
 
-    def _epsilon(self, outputs: list[Tensor | None], weights: dict[str, Tensor]) -> float:
+    def _epsilon(self, outputs: list[Tensor | Exception], weights: dict[str, Tensor]) -> float:
         """Solve for the last norm's epsilon: the output is linear in 1 / sqrt(variance + epsilon)."""
         (output,), (ids,) = outputs, self.check.probes
-        assert output is not None
+        assert isinstance(output, Tensor)
         stream = (weights["wte.weight"][ids] + weights["wpe.weight"][: ids.size(1)])[:, -output.size(1) :]  # (B, T, D)
         normed = (stream - stream.mean(-1, keepdim=True)) * weights["ln_f.weight"]
         slope = normed if self.check.hidden_only else normed @ weights[head_name(weights)][: output.size(-1)].t()

@@ -22,7 +22,24 @@ from gpt2.port.terms.places import Place
 ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchanged
 TABLES = ("wte", "wpe")
 AT_ONCE = 1 << 22  # entries that are placed or written at a time, to save memory
+LENGTHS = (8, 1, 32)  # of probes; a walk uses the first
+MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
+
+
+def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2) -> list[Tensor]:
+    """Return ids (B, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes."""
+    length, vocabulary, context = 1, config.vocab_size, config.n_positions
+    if anatomy is not None:
+        length = anatomy.recording.ids.size(1)  # it may take no shorter text
+        head = [] if anatomy.head is None else [len(anatomy.head)]
+        vocabulary = min(vocabulary, anatomy.stream.vocabulary, *head)
+        context = min(context, len(anatomy.positions.rows) if anatomy.positions else context)
+    lengths = [min(each, context) for each in LENGTHS] if length <= min(LENGTHS[0], context) else [length]
+    if config.num_parameters() * context <= MAX_WORK:
+        lengths.append(context)
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocabulary, (rows, each), generator=generator) for each in dict.fromkeys(lengths)]
 
 
 class Grid(NamedTuple):

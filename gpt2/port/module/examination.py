@@ -27,7 +27,7 @@ from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
 from gpt2.port.mapping.filling import Own, fill, overwritten, own_weights, put
-from gpt2.port.mapping.mapping import WeightMap
+from gpt2.port.mapping.mapping import WeightMap, probes
 from gpt2.port.module.behaviour import Behaviour
 from gpt2.port.module.runs import Runs
 from gpt2.port.module.seen import seen
@@ -71,7 +71,7 @@ class Examination:
             self.module.eval()  # some modules override it
             weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
             if damage := look((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())).damage:
-                first = self.runs.first_nan(self.runs.probes()[0])
+                first = self.runs.first_nan(probes(self.config)[0])
                 raise InputError(f"{self.who}: its weights hold {damage}{first}; look where they come from")
             diagnosis = self._examine(borrowed)
             return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
@@ -84,7 +84,7 @@ class Examination:
                 self.runs.rewind()
                 for part in training:
                     part.training = True
-                results.append(self.module(self.runs.probes()[0].to(self.runs.device)))
+                results.append(self.module(probes(self.config)[0].to(self.runs.device)))
             first, second = results
             if not all(map(torch.equal, tensors(first), tensors(second))):
                 words = "there it gives other logits in each call, by dropout or the like"
@@ -106,7 +106,7 @@ class Examination:
         alike = own.head is None and not own.extra and all(own.weights[name] is one for name, one in self.state.items())
         same = Reference(self.config, own.weights, own.head) if own.placed and not alike else reference
         self.progress("comparing your logits with ours")
-        outputs = self.runs.outputs(borrowed, self.runs.probes(anatomy))
+        outputs = self.runs.outputs(borrowed, probes(self.config, anatomy))
         ids, first_logits = outputs[0]
         self.ids = ids
         if own.extra:  # perhaps a bias of the head

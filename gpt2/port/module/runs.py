@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,9 +17,9 @@ from gpt2.measure.metrics import FLOAT64_BOUND, max_abs, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.anatomy.anatomy import Anatomy
+from gpt2.port.mapping.mapping import probes
 from gpt2.port.recording.dispatch import DeterministicMode, FirstNaN, run_deterministically
-from gpt2.port.recording.forward import Borrowed, ForwardError
+from gpt2.port.recording.forward import Borrowed, ForwardError, device_of
 from gpt2.port.recording.pool import LOOSE, Pool, collect
 from gpt2.port.search.logits import Reference, require_logits
 from gpt2.port.terms.causes import SURE, Cause
@@ -26,8 +27,6 @@ from gpt2.port.terms.places import Place
 
 FIX = "compute in float32: no .bfloat16(), no .half() and no autocast within the forward pass"
 SLACK = 4.0 * WORST_RATIO  # times what rounding explains: another order of the same operations may round more
-LENGTHS = (8, 1, 32)  # token sequences; the walk uses the first
-MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
 MOST_OPERATORS = 1_000_000  # for the logits of one probe: some 20 s; the first has as many as it has
 
 
@@ -40,48 +39,37 @@ class Runs:
     def __init__(self, module: nn.Module, config: GPT2Config, notes: list[str]) -> None:
         self.module, self.config, self.notes = module, config, notes
         self.who = type(module).__name__
-        self.device = next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
+        self.device = device_of(module)
         self.state: Mapping[str, Tensor] = {}
         self.bound = FLOAT64_BOUND
         self.keep_casts = False
         self.operators = 0  # of the last run
         self.rewind: Callable[[], None] = lambda: None  # what makes each call the module's first one
 
-    def probes(self, anatomy: Anatomy | None = None) -> list[Tensor]:
-        """Return ids (2, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes."""
-        rows = self.config.n_positions if anatomy is None or anatomy.positions is None else len(anatomy.positions.rows)
-        vocabulary = self.config.vocab_size if anatomy is None else min(self.config.vocab_size, anatomy.stream.vocabulary)
-        context = min(self.config.n_positions, rows)
-        lengths = [min(length, context) for length in LENGTHS]
-        if anatomy is not None and anatomy.recording.ids.size(1) > lengths[0]:  # it refuses shorter sequences
-            lengths = [anatomy.recording.ids.size(1)]
-        if self.config.num_parameters() * context <= MAX_WORK:
-            lengths.append(context)
-        generator = torch.Generator().manual_seed(1)
-        return [torch.randint(vocabulary, (2, length), generator=generator) for length in dict.fromkeys(lengths)]
-
-    def outputs(self, borrowed: Borrowed, probes: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    def outputs(self, borrowed: Borrowed, some: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
         """Return ids and logits of each probe, in float64 if possible, else in the module's dtype; later probes may fail."""
         outputs: list[tuple[Tensor, Tensor]] = []
         rate = math.inf  # operators for a pair of tokens, the fewest of all calls: the first one also prepares for later ones
-        for ids in probes:
+        for ids in some:
             if outputs and rate * ids.size(1) ** 2 > MOST_OPERATORS:
                 self.notes.append(
                     f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
                 )
                 continue
-            logits = self._run(ids)
-            if isinstance(logits, Exception) and not outputs:
-                borrowed.to_own_dtype()
-                failure, logits = logits, self._run(ids)
-                if isinstance(logits, Exception):
-                    raise ForwardError(f"{self.who}: its forward fails on ids of shape {tuple(ids.shape)}: {error_at(logits)}")
-                self._allow_rounding(logits, failure)
+            logits = self._run(ids) if outputs else borrowed.widest(partial(self._run, ids))
             if isinstance(logits, Exception):
-                self.notes.append(f"your forward fails on ids of shape {tuple(ids.shape)} ({error_at(logits)})")
-            else:
-                outputs.append((ids, logits))
-                rate = min(rate, self.operators / ids.size(1) ** 2)
+                words = f"fails on ids of shape {tuple(ids.shape)}"
+                if not outputs:
+                    raise ForwardError(f"{self.who}: its forward {words}: {error_at(logits)}")
+                self.notes.append(f"your forward {words} ({error_at(logits)})")
+                continue
+            if not outputs and not borrowed.wide:
+                self._allow_rounding(logits, borrowed.failure)
+            elif not outputs and borrowed.failure is not None:
+                words = "your forward fails in float64, but for tensors made in torch's default dtype: that was float64, too"
+                self.notes.append(f"{words} ({error_at(borrowed.failure)})")
+            outputs.append((ids, logits))
+            rate = min(rate, self.operators / ids.size(1) ** 2)
         return outputs
 
     def call(self, ids: Tensor, keep_casts: bool | None = None, **arguments: Any) -> tuple[Any, DeterministicMode]:
@@ -133,7 +121,7 @@ class Runs:
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
         dtype = output.dtype if output.dtype != torch.float64 else torch.float32
-        self.bound = self.explained(Reference(self.config, self.state), self.probes()[0], dtype)
+        self.bound = self.explained(Reference(self.config, self.state), probes(self.config)[0], dtype)
         why, kind = f" (in float64 it fails: {error_at(failure)})" if failure else "", str(dtype).removeprefix("torch.")
         self.notes.append(f"your forward was measured in {kind}, and may be off by {self.bound:.1e}{why}")
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2.errors import InputError
 
+T = TypeVar("T")
 INNER = ("_parameters", "_buffers", "_modules")  # torch's dictionaries, which change in place
+
+
+def device_of(module: nn.Module) -> torch.device:
+    return next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
 
 
 @contextmanager
@@ -40,7 +45,7 @@ class Borrowed:
 
     Modes, attributes (what is in lists and dictionaries, too) and buffers are restored; other objects that the module refers to
     are not. This is the module itself, not a copy: many modules cannot be copied, and a lambda in a copy still calls the
-    original's layers.
+    original's layers. ``failure``: its error in float64, if it has one. ``wide``: it runs there.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -49,6 +54,8 @@ class Borrowed:
             **dict(module.named_parameters(remove_duplicate=False)),
             **dict(module.named_buffers(remove_duplicate=False)),
         }
+        self.failure: Exception | None = None
+        self.wide = True
         self._kept: set[int] = set()
         self._swapped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and its original data
         self._inference = ExitStack()  # elsewhere torch refuses to change tensors that were made in inference mode
@@ -56,6 +63,7 @@ class Borrowed:
     def __enter__(self) -> Borrowed:
         if any(tensor.is_inference() for tensor in self.tensors.values()):
             self._inference.enter_context(torch.inference_mode())
+        self._default = torch.get_default_dtype()
         self._modes = [(part, part.training) for part in self.module.modules()]
         plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [(part, dict(vars(part)), {name: dict(getattr(part, name)) for name in INNER}) for part in plain]
@@ -90,19 +98,37 @@ class Borrowed:
                 self._swapped[id(tensor)] = tensor, tensor.data
                 tensor.data = tensor.data.to(torch.float64, copy=True)
 
+    def widest(self, call: Callable[[], T | Exception]) -> T | Exception:
+        """Return what ``call`` returns in float64; where it is an error, with new tensors in float64 too, or in the own dtype.
+
+        A forward that makes tensors in torch's default dtype fails where they meet float64, or its least number.
+        """
+        made = call()
+        if isinstance(made, Exception) and self.failure is None:
+            self.failure = made
+            torch.set_default_dtype(torch.float64)
+            made = call()
+            if isinstance(made, Exception):
+                self.wide = False
+                self.to_own_dtype()
+                made = call()
+        return made
+
     def to_own_dtype(self) -> None:
         """Round the float64 values to each tensor's own dtype."""
+        torch.set_default_dtype(self._default)
         for tensor, before in self._swapped.values():
             tensor.data = tensor.data.to(before.dtype)
 
     @contextmanager
     def in_own_dtype(self) -> Iterator[None]:
         """Let the float64 values be rounded to each tensor's own dtype meanwhile."""
-        wide = [(tensor, tensor.data) for tensor, _ in self._swapped.values()]
+        wide, default = [(tensor, tensor.data) for tensor, _ in self._swapped.values()], torch.get_default_dtype()
         self.to_own_dtype()
         try:
             yield
         finally:
+            torch.set_default_dtype(default)
             for tensor, data in wide:
                 tensor.data = data
 
@@ -112,6 +138,7 @@ class Borrowed:
 
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
+        torch.set_default_dtype(self._default)
         for tensor, before in self._swapped.values():
             if id(tensor) in self._kept:
                 before.copy_(tensor.data)
