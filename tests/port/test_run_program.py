@@ -75,10 +75,10 @@ def test_a_program_that_fails_is_one_line(command: str, words: str, tmp_path: Pa
 
 def test_a_program_that_draws_random_numbers_is_told_as_that(tmp_path: Path, home: FourteenthBed) -> None:
     """Nobody called eval(): a search in one draw of dropout found nothing, and asked for more arrays."""
-    code = "i = np.load(ids); np.savez(out + '.npz', ids=i, logits=np.random.default_rng({}).normal(size=(16, 67)))"
-    found = diagnose_program(script(tmp_path, code.format("")), str(home.model), timeout=60)
+    code = "i = np.load(ids); np.savez(out + '.npz', ids=i, logits=np.random.default_rng({}).normal(size={}) * np.ones((16, 67)))"
+    found = diagnose_program(script(tmp_path, code.format("", (16, 67))), str(home.model), timeout=60)
     assert [(cause.id, "eval()" in cause.detail) for cause in found.causes] == [("not-deterministic", True)]
-    again = diagnose_program(script(tmp_path, code.format(0)), str(home.model), timeout=60)
+    again = diagnose_program(script(tmp_path, code.format(0, 1)), str(home.model), timeout=60)
     assert "not-deterministic" not in again.table()
 
 
