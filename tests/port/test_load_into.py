@@ -317,6 +317,22 @@ def test_a_module_keeps_its_dtype(dtype: torch.dtype) -> None:
     assert torch.equal(module.places.weight, model.wpe.weight.to(dtype))
 
 
+class Shared(nn.Linear):
+    """One head's projection, which every head computes."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([super(Shared, self).forward(x) for _ in range(CONFIG.n_head)], -1)
+
+
+def test_heads_that_compute_with_the_same_weights_share_them() -> None:
+    """A stranger's heads all computed with the first one's: as each result was another, nothing was said."""
+    module = Port()
+    for block in module.blocks:
+        block.q, block.k, block.v = (Shared(20, 20 // CONFIG.n_head) for _ in "qkv")
+    words = "(q), h.*.attn.c_attn (k), h.*.attn.c_attn (v): your attention has 1 head of queries, keys or values"
+    assert sum(words in problem for problem in load_into(module, checkpoint()).problems) == 1
+
+
 class OnlyFloat32(Port):
     def forward(self, ids: Tensor) -> Tensor:
         if self.words.weight.dtype != torch.float32:

@@ -22,8 +22,8 @@ class Anatomy:
 
     ``layers``: the blocks' numbers in the checkpoint. ``head``: ids of the logits, None if the forward returns hidden states.
     ``post_norm``: norms come after the branches. ``extra_norms``: norms that GPT-2 does not have. ``mixed_layers``: layers where
-    attention mixes heads and positions. ``shared_heads``: by layer, of how many heads the keys ("k") or values ("v") are, where
-    several heads of queries share them. For the others, see :class:`Stream` and :class:`Branches`.
+    attention mixes heads and positions. ``shared_heads``: by layer, of how many heads the queries ("q"), keys ("k") or values
+    ("v") are, where several heads share them. For the others, see :class:`Stream` and :class:`Branches`.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -112,7 +112,7 @@ class Anatomy:
         units = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}
         whole = [units["q"], units["mixed"], *(getattr(head, part) for head in branch.heads for part in "kv")]
         one_to_one = all(len(x) == len(units["q"]) for x in units.values()) and all(len(x.unique()) == len(x) for x in whole)
-        counts = {part: len({tuple(getattr(head, part).tolist()) for head in branch.heads}) for part in "kv"}
+        counts = {part: len({self._weights_of(getattr(head, part)) for head in branch.heads}) for part in "qkv"}
         fewer = {part: count for part, count in counts.items() if count < len(branch.heads)}
         one_to_one &= not fewer or all(head.alone for head in branch.heads)
         if one_to_one and fewer:
@@ -123,6 +123,11 @@ class Anatomy:
             results = units[part] if one_to_one else self._in_order(branch, part)
             self._place(f"attn.{part}", branch.layer, results, torch.arange(len(results)))
         self._place_down(branch, units["mixed"])
+
+    def _weights_of(self, results: Tensor) -> tuple[int, ...]:
+        """Return the first weight of each projection result; of another one, its id."""
+        first = self.flow.first_weights(results)
+        return tuple(torch.where(first < 0, results, first).tolist())
 
     def _in_order(self, branch: Branch, part: str) -> Tensor:
         """Return queries, keys or values in the projections' own order, for an attention that mixes heads and positions."""

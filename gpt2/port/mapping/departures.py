@@ -89,7 +89,8 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
         words = "your attention mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
         yield cause("head-layout", words, Place(layer, "attn"))
     for layer, counts in anatomy.shared_heads.items():
-        words = f"your attention has {_counted(min(counts.values()))} of keys or values, which its {heads} of queries share"
+        what = f"{_counted(min(counts.values()))} of {'queries, ' * ('q' in counts)}keys or values"
+        words = f"your attention has {what}, which its {heads} of queries share"
         words += " (grouped heads); the checkpoint has keys and values for each head"
         yield cause("head-layout", words, *(Place(layer, "attn.c_attn", share) for share in counts), kind=SHARED)
     if anatomy.post_norm:
