@@ -178,6 +178,13 @@ class RandomCheckpoint(Checkpoint):
         state = random_model(self.random).state_dict()
         return lambda name, dtype: state[name].to(dtype)
 
+    def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
+        if dtype == torch.int8:
+            return super().load(dtype, device)
+        model = random_model(self.random).to(device).to(dtype or self.dtype).eval()  # in place: no second copy
+        model.name = self.name
+        return model
+
     def tokenizer(self) -> Tokenizer:
         raise gguf_file.NoTokenizer(f"{self.name}: random weights come without a tokenizer; name a trained model")
 

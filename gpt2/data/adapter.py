@@ -23,6 +23,8 @@ from gpt2.errors import InputError
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress transformers' warnings."""
+    import transformers  # noqa: F401 (its import sets the level)
+
     log = logging.getLogger("transformers")
     before = log.level
     log.setLevel(logging.ERROR)

@@ -12,7 +12,7 @@ from gpt2.errors import InputError, printable
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Switch garbage collection off: thousands of new objects would trigger one that walks all of torch, in 0.1 s."""
+    """Switch garbage collection off: thousands of new objects would trigger a collection that walks all of torch, in 0.1 s."""
     collects = gc.isenabled()
     gc.disable()
     try:

@@ -285,7 +285,8 @@ class _Noise(TorchDispatchMode):
     def _store(self, part: Tensor) -> None:
         """Round results to as many digits as a 16-bit dtype has, and its spacing, at a random place: times a random factor."""
         if self.unit > self.sums:
-            factor, below = 2 ** (float(torch.rand((), generator=self.generator)) - 0.5), 53 + round(math.log2(self.unit))
+            exponent = float(torch.rand((), generator=self.generator, dtype=torch.float32)) - 0.5
+            factor, below = 2**exponent, 53 + round(math.log2(self.unit))
             part.mul_(factor).view(torch.int64).add_(1 << (below - 1)).bitwise_and_(-1 << below)
             if self.spacing:
                 multiples = 1.5 * 2**52 * self.spacing  # float64 has no fraction of the spacing there

@@ -19,8 +19,7 @@ from gpt2.checkpoint.names import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.config import GPT2Config
 from gpt2.data.adapter import quiet
 from gpt2.data.client import check_environment
-from gpt2.data.library import library
-from gpt2.errors import InputError
+from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.metrics import Progress, silent
 
 
@@ -74,7 +73,7 @@ def load_reference(path: Path, dtype: torch.dtype, stated: GPT2Config | None = N
     if dtype == torch.float64:
         config.reorder_and_upcast_attn = False
     safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
-    with library(str(path), "transformers cannot open it", "repair the files"), quiet():
+    with _opening(path):
         model = _transformers().GPT2LMHeadModel.from_pretrained(
             path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=safe
         )
@@ -84,8 +83,20 @@ def load_reference(path: Path, dtype: torch.dtype, stated: GPT2Config | None = N
 def _transformers_config(config: GPT2Config) -> Any:
     """Build transformers' config from ours, so that only keys that we check reach it."""
     raw = {key: value for key, value in config.to_hf().items() if key not in ("architectures", "model_type", "dtype", "n_ctx")}
+    library = _transformers()
     with quiet():
-        return _transformers().GPT2Config(**raw)
+        return library.GPT2Config(**raw)
+
+
+@contextmanager
+def _opening(path: Path) -> Iterator[None]:
+    """Report a failure of transformers to open the files as a CheckpointError of one line."""
+    try:
+        with quiet():
+            yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
 
 
 def reference_cache(model: nn.Module) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from support import imprecise, torch_layouts
+from support import forks, imprecise, torch_layouts
 from support.broken_models import CONTROLS
 from support.commands import refusal
 from support.oracle import assert_same
@@ -592,3 +592,11 @@ def test_transformers_counts_padding_unless_it_is_given_positions(checkpoint: Pa
     assert_same(told, alone)
     assert (silently - alone).norm() > 0.1 * alone.norm()
     assert any("your positions count the padding" in note for note in gpt2.diagnose(theirs, ours).notes)
+
+
+@pytest.mark.slow
+def test_transformers_warns_of_nothing(tmp_path: Path) -> None:
+    """It printed that bos_token_id is outside the vocabulary: its own import had set the level of warnings back."""
+    gpt2.save(GPT2(GPT2Config(vocab_size=65, n_positions=8, n_embd=8, n_layer=1, n_head=1)), None, tmp_path)
+    code = "import pathlib, sys, gpt2.parity.reference as own\nown.load_reference(pathlib.Path(sys.argv[1]), None)"
+    assert "transformers]" not in forks.run("-c", code, tmp_path).stderr

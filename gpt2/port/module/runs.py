@@ -66,7 +66,7 @@ class Runs:
             if not outputs and not borrowed.wide:
                 self._allow_rounding(logits, borrowed.failure)
             elif not outputs and borrowed.failure is not None:
-                words = "your forward fails in float64, but for tensors made in torch's default dtype: that was float64, too"
+                words = "your forward makes tensors in torch's default dtype; it was run with float64 as that default"
                 self.notes.append(f"{words} ({error_at(borrowed.failure)})")
             outputs.append((ids, logits))
             rate = min(rate, self.operators / ids.size(1) ** 2)

@@ -16,6 +16,7 @@ from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import Place
 
 MIN_SHARE = 1e-9  # a smaller share of the probability is rounding
+MOST_KEPT = 1e7  # numbers of logits that a reference keeps: 80 MB
 
 
 class Reference:
@@ -32,9 +33,12 @@ class Reference:
         if positions != slice(None):
             return self._logits(ids, positions) + self.bias
         key = (*ids.shape, *ids.flatten().tolist())
-        if key not in self._made:
-            self._made[key] = self._logits(ids, positions)
-        return self._made[key] + self.bias
+        made = self._made.get(key)
+        if made is None:
+            made = self._logits(ids, positions)
+            if made.numel() + sum(kept.numel() for kept in self._made.values()) < MOST_KEPT:
+                self._made[key] = made
+        return made + self.bias
 
     def _logits(self, ids: Tensor, positions: Tensor | slice) -> Tensor:
         wpe = self.model.wpe.weight
