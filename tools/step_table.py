@@ -5,7 +5,7 @@
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
 Tiny models of random weights; nothing is fetched. A table on stderr, by style, then each step whose diagnosis has a flaw; the
-last line of stdout is JSON.
+last line of stdout is JSON. The exit code is 1 if there is one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def main() -> int:
     show(rows, failed, lines)
     if options.flaws:
         Path(options.flaws).write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return 0
+    return int(bool(lines))
 
 
 def measure(name: str, step: Step, whole: bool) -> StepRow | tuple[str, str]:
