@@ -203,7 +203,7 @@ def test_initial_weights_follow_the_seed() -> None:
 
 
 BUILD_XL = """
-import builtins, os, sys
+import os, sys
 import torch
 from gpt2.config import official_size
 from gpt2.model import GPT2
@@ -212,20 +212,17 @@ def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 
-real, asked = builtins.__import__, []
-builtins.__import__ = lambda name, *rest: (asked.append(name), real(name, *rest))[1]
-imports = lambda: len(set(sys.modules) - modules) + asked.count("torch._dynamo")  # which is there already
 modules, before, state = set(sys.modules), resident(), torch.get_rng_state()
 model = GPT2(official_size("gpt2-xl"), initialise=False)
 print(resident() - before)
 print(sum(p.numel() for p in model.parameters()))
 print(torch.equal(state, torch.get_rng_state()))
-print(imports())
+print(len(set(sys.modules) - modules))
 model.wte.weight.detach().zero_()
 print(resident() - before)
 with torch.device("meta"):
     torch.nn.Embedding(1, 1)
-print(imports())
+print(len(set(sys.modules) - modules))
 """
 
 
@@ -235,14 +232,14 @@ def test_building_without_weights_costs_nothing() -> None:
 
     Two negative controls: a tensor that is written, and a layer on the meta device.
     """
-    run = forks.run("-c", BUILD_XL, strict=True)
+    run = forks.run("-c", BUILD_XL, strict=True, modules="torch gpt2.model gpt2.config")
     growth, parameters, untouched, imported, touched, by_meta = run.stdout.splitlines()
     assert int(parameters) == 1_557_611_200
     assert float(growth) < 100
     assert untouched == "True"
     assert int(imported) == 0
     assert float(touched) > 300
-    assert int(by_meta) > 0
+    assert int(by_meta) > 100
 
 
 # Dropout
