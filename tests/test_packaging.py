@@ -65,6 +65,6 @@ def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path:
     assert Path(place).is_relative_to(own)
     assert json.loads(run(binaries / "gpt2", "verify", "--quick", "--json", "-", cwd=empty))["verdict"] == "equal"
     assert run(binaries / "python", "-m", "gpt2", "--version", cwd=empty) == f"gpt2-toolkit {gpt2.__version__}\n"
-    code = "from gpt2.cli.main import main; main(['train', '--list']), main(['explore', '--html', 'page.html'])"
+    code = "from gpt2.cli.main import main; exit(main(['train', '--list']) or main(['explore', '--html', 'page.html']))"
     assert "shakespeare-mini" in run(binaries / "python", "-c", code, cwd=empty)
     assert [path.name for path in empty.iterdir()] == ["page.html"]
