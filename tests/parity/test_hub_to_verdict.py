@@ -11,6 +11,13 @@ from support.hub_standin import HubStandIn
 from support.random_models import write_checkpoint
 
 REPO = "openai-community/gpt2"
+OFFLINE = """
+from gpt2.cli.main import main
+commands = "verify gpt2", "generate gpt2 --prompt x", "bench gpt2", "trace gpt2 --text x --out x", "export gpt2 x", "info gpt2"
+commands += "explore gpt2 --html x", "compare gpt2 shakespeare-mini", "diagnose port.py --model gpt2"
+for words in commands:
+    assert main([*words.split(), "--offline"]) == 2, words
+"""
 
 
 def test_verify_by_the_official_name(tmp_path: Path) -> None:
@@ -39,3 +46,13 @@ def test_verify_by_the_official_name(tmp_path: Path) -> None:
             assert "model.safetensors" in stderr
         assert len(json.loads(again.stdout)["ids"]) <= 4
         assert len(hub.requests) == before
+
+
+def test_no_command_asks_when_it_is_offline(tmp_path: Path) -> None:
+    """A command that did not hand --offline on asked the Hub, and downloaded."""
+    (tmp_path / "port.py").touch()
+    with HubStandIn() as hub:
+        hub.add_repo(REPO, content(write_checkpoint(tmp_path / "model")))
+        result = forks.run("-c", OFFLINE, environ=hub.environ(tmp_path / "home"), cwd=tmp_path)
+        assert hub.requests == []
+    assert result.stderr.count("offline, and the cache") == 9
