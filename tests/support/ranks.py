@@ -109,7 +109,8 @@ def toml(recipe: Recipe, file: Path) -> Path:
 
 def command(recipe: Recipe, folder: Path) -> subprocess.Popen:
     """Run `gpt2 train --nproc 2` as a user does; its output goes to a file beside the folder."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    path = f"{ROOT}{os.pathsep}{folder.parent}"  # where a test may have written a sitecustomize
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     file = toml(recipe, folder.with_suffix(".toml"))
     words = [sys.executable, "-m", "gpt2", "train", str(file), "--out", str(folder), "--nproc", "2"]
     with open(said(folder), "w") as log:
@@ -121,6 +122,8 @@ def said(folder: Path) -> Path:
 
 
 def reached(folder: Path, step: int, process: subprocess.Popen) -> None:
+    end_of_time = time.monotonic() + 120
     while logged_steps(folder) < step:
         assert process.poll() is None, said(folder).read_text()
+        assert time.monotonic() < end_of_time, said(folder).read_text()
         time.sleep(0.02)
