@@ -68,8 +68,8 @@ class Run:
             corpus, other = loop.corpus, replace(self.recipe, data=data)
             loop.corpus = lambda recipe, *rest, **more: corpus(other, *rest, **more)
         elif self.change == "rank 0 begins late":
-            parallel.SILENCE_TIMEOUT, begin = timedelta(seconds=3), loop.start
-            loop.start = lambda *args: time.sleep(5) or begin(*args)
+            parallel.SILENCE_TIMEOUT, begin = timedelta(seconds=6), loop.start
+            loop.start = lambda *args: time.sleep(9) or begin(*args)
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
         elif self.change == "full disk on rank 0" and rank == 0:
