@@ -28,14 +28,16 @@ def load_script(name: str) -> ModuleType:
     return module
 
 
-def watch_a_fork(command: list[str], folder: Path, limit: float, progress: object = None) -> int:
+def watch_a_fork(command: list[str], folder: Path, limit: float, progress: object = None) -> int | None:
     """Do what `runner.watch` does in a fork, which need not import torch; tests of the runner itself start a real process."""
     flag, code, *arguments = command[command.index("-c") :]
     stdin = "import os; os.dup2(os.pipe()[0], 0)\n"  # which does not end
     process = forks.start(flag, stdin + code, *arguments)
-    status = process.wait(limit)
-    (folder / "printed").write_text("".join(process.communicate()))
-    return status
+    try:
+        return process.poll(min(limit, 120))
+    finally:
+        process.kill()
+        (folder / "printed").write_text("".join(process.communicate()))
 
 
 def alive(pid: int | str) -> bool:

@@ -11,6 +11,7 @@ the interpreter is not taken down at the end, where threads may still crash it: 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import functools
 import importlib
@@ -97,7 +98,9 @@ class Fork:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        """End the process and those that it has started, also if it has ended itself."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 def start(

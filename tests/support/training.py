@@ -81,7 +81,11 @@ def furthest(found: Mapping[str, object], expected: Mapping[str, object]) -> flo
 
 def killed(target: Callable[..., object], *args: object) -> None:
     """Run ``target`` in a process of its own, in which it ends itself by SIGKILL."""
-    assert forks.call(target, *args).wait(120) == -signal.SIGKILL
+    process = forks.call(target, *args)
+    try:
+        assert process.wait(120) == -signal.SIGKILL
+    finally:
+        process.kill()
 
 
 def logged_steps(folder: Path) -> int:
