@@ -203,6 +203,14 @@ def test_what_changes_a_block_s_result_behind_it_is_named(change: Callable[[Tens
     assert (causes_of(result), result.explained, result.blocks) == ([cause], True, (0, 1, 2))
 
 
+def test_other_heads_and_another_fault_in_a_block_are_both_named() -> None:
+    """Alternatives were stacked with a block of another number of heads: a RuntimeError of torch, and no report."""
+    one = {"split": lambda _, y, n: y[:, None], "scale": lambda _, y, n: y / math.sqrt(CONFIG.n_embd)}
+    found = walked(**one, act=act(F.relu))
+    assert found.explained
+    assert causes_of(found) == [("head-layout", "h.*.attn"), ("gelu-variant", "h.*.mlp.act")]
+
+
 def test_a_cause_has_evidence_and_a_fix() -> None:
     """Users must be able to check the diagnosis."""
     (cause,) = walked(**NO_SCALE).causes

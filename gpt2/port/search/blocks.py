@@ -67,6 +67,7 @@ class Blocks:
         self.observation, self.model, self.layers = observation, model, model.config.n_layer
         self.states: list[State] = []
         self.known: list[tuple[Alternative, ...]] = []
+        self.shapes: dict[str, torch.Size] = {}  # of the nodes of each block, as GPT-2 has them
 
     def block(self, layer: int, x: Tensor) -> Trial:
         """Return GPT-2's own nodes of a block, with the program's numbers where they are found."""
@@ -74,6 +75,7 @@ class Blocks:
         for node in NODES:
             state[node] = computed(site, state, node, {})
             self._look(node, state, seen)
+        self.shapes = {node: value.shape for node, value in state.items()}
         return Trial(layer, state, seen)
 
     def _look(self, node: str, state: State, seen: dict[str, Seen], fault: bool = False) -> None:
@@ -127,26 +129,28 @@ class Blocks:
                 return True
         return False
 
-    def screened(self, base: Trial, some: Iterable[Alternative]) -> Iterator[Screened]:
-        """Run alternatives of a block as rows of a batch, and say for which :meth:`tried` may return something: not None.
+    def screened(self, base: Trial, some: Iterable[Alternative], until: str = "") -> Iterator[Screened]:
+        """Run alternatives of a block, up to a node, as rows of a batch, and say for which :meth:`tried` may return something.
 
         Their values are compared with the program's by sums alone. Left out: those that change nothing.
         """
-        groups = dict[int, list[tuple[Alternative, Edits]]]()
-        if not any(self.observation.has_size(node, value) for node, value in base.state.items()) and base.layer + 1 < self.layers:
+        groups, nodes = dict[int, list[tuple[Alternative, Edits]]](), NODES[: ORDER[until] + 1]
+        is_last = until == "" and base.layer + 1 == self.layers
+        if not is_last and not any(self.observation.has_size(node, base.state[node]) for node in nodes):
             some = (one for one in some if self._reshapes(base, one))
         for one in some:
             both = merged(base.edits, edits) if (edits := one.at(base.layer)) else None
             if both is not None:
                 groups.setdefault(min(map(ORDER.__getitem__, edits)), []).append((one, both))
         most = rows_together(self.model, 1, len(self.model.table) if base.layer + 1 == self.layers else 1)
+        # the last node of another shape, as of another number of heads: what begins before it is not run as rows
+        odd = max((ORDER[node] for node in NODES if base.state[node].shape != self.shapes[node]), default=-1)
         for begin, group in groups.items():
             for few in (group[n : n + most] for n in range(0, len(group), most)):
                 self.observation.check()
-                try:
-                    shown, values = self._shown(base, begin, [edits for _, edits in few])
-                except RuntimeError:  # of a block with another number of heads
-                    shown, values = [True] * len(few), base.state[""].expand(len(few), *base.state[""].shape)
+                shown, values = [True] * len(few), base.state[""].expand(len(few), *base.state[""].shape)
+                if begin > odd:
+                    shown, values = self._shown(base, begin, [edits for _, edits in few], until)
                 yield from (Screened(one, *each) for (one, _), *each in zip(few, shown, values, strict=True))
 
     def _reshapes(self, base: Trial, one: Alternative) -> bool:
@@ -159,11 +163,14 @@ class Blocks:
                 return True
         return False
 
-    def _shown(self, base: Trial, begin: int, every: Sequence[Edits]) -> tuple[list[bool], Tensor]:
-        """Return whether what each of some edits changes, from node number ``begin`` on, may be found; and the blocks' ends."""
+    def _shown(self, base: Trial, begin: int, every: Sequence[Edits], until: str) -> tuple[list[bool], Tensor]:
+        """Return whether what each of some edits changes from node number ``begin`` on may be found; and the blocks' ends.
+
+        Nothing is looked for behind the node ``until``, if that is not the block's end.
+        """
         count, odd, batch, moved, edited = len(every), set[int](), State(), dict[str, set[int]](), by_node(every)
         shown, site = torch.zeros(count, dtype=torch.bool), self.model.site(base.layer, base.state)
-        for node in NODES[begin:]:
+        for node in NODES[begin : ORDER[until] + 1]:
             own = edited.get(node, {})
             moved[node] = set(own).union(*(moved.get(read, ()) for read in READS[node]))
             still = [n for n in range(count) if n not in moved[node]]
@@ -174,9 +181,10 @@ class Blocks:
                     found = self.observation.may_find(node, batch[node])
                     found[still] = False
                     shown |= found
-        values, layer = batch[""], base.layer + 1 if base.layer + 1 < self.layers else None
+        values = batch[""] if until == "" else torch.stack([base.state[""]] * count)
+        layer = base.layer + 1 if base.layer + 1 < self.layers else None
         following = self.model.site(layer or 0, {"x": values[0]})
-        for some in ((), *self.known):
+        for some in ((), *self.known) if until == "" else ():
             edits = {node: formula for one in some for node, formula in one.at(layer).items()}
             batch = {"x": values}
             for node in (FIRST if layer else ("ln_f",)) if edits or not some else ():

@@ -243,7 +243,9 @@ class Search:
         if self.observation.are_logits(x, self.model.table) or self.ending.explained(x, known=False):
             return True
         base, first = self.blocks.block(0, x), set(FIRST)
-        trials = (self.blocks.tried(base, one) for one in self.explainer.inner if not first.isdisjoint(one.edits))
+        some = (one for one in self.explainer.inner if not first.isdisjoint(one.edits))
+        shown = (row.alternative for row in self.blocks.screened(base, some, FIRST[-1]) if row.is_shown)
+        trials = (self.blocks.tried(base, one) for one in shown)
         return any(trial is not None and not first.isdisjoint(trial.seen) for trial in trials)
 
     def _other_embeddings(self, right: Tensor) -> Iterator[Candidate]:
