@@ -121,7 +121,7 @@ def test_heads_that_share_keys_are_filled(name, directory, model):
     """With rotary positions, half of the rows of queries and keys were left as they were, which is random."""
     report = gpt2.load_into(FAULTY[name].build(CONFIG, directory), model)
     assert (report.unfilled, report.unused, report.ambiguous) == ({}, {}, ())
-    assert any("2 heads of keys or values, which its 4 of queries share" in problem for problem in report.problems)
+    assert any("4 heads share 2 heads of keys and values; each has" in problem for problem in report.problems)
 
 
 def test_values_that_are_turned_are_filled(directory, model):

@@ -329,7 +329,7 @@ def test_heads_that_compute_with_the_same_weights_share_them() -> None:
     module = Port()
     for block in module.blocks:
         block.q, block.k, block.v = (Shared(20, 20 // CONFIG.n_head) for _ in "qkv")
-    words = "(q), h.*.attn.c_attn (k), h.*.attn.c_attn (v): your attention has 1 head of queries, keys or values"
+    words = "(q), h.*.attn.c_attn (k), h.*.attn.c_attn (v): your attention's 4 heads share 1 head of queries, keys and values"
     assert sum(words in problem for problem in load_into(module, checkpoint()).problems) == 1
 
 

@@ -89,9 +89,9 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
         words = "your attention mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
         yield cause("head-layout", words, Place(layer, "attn"))
     for layer, counts in anatomy.shared_heads.items():
-        what = f"{_counted(min(counts.values()))} of {'queries, ' * ('q' in counts)}keys or values"
-        words = f"your attention has {what}, which its {heads} of queries share"
-        words += " (grouped heads); the checkpoint has keys and values for each head"
+        names = ", ".join(name for name in ("queries", "keys", "values") if name[0] in counts)
+        few = f"{_counted(min(counts.values()))} of {' and '.join(names.rsplit(', ', 1))}"
+        words = f"your attention's {heads} heads share {few}; each has its own in the checkpoint"
         yield cause("head-layout", words, *(Place(layer, "attn.c_attn", share) for share in counts), kind=SHARED)
     if anatomy.post_norm:
         yield cause("post-norm", "your norms stand after the branches, GPT-2's before them", Place(EVERY, ""))
