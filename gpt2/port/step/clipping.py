@@ -78,8 +78,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     The limit of each way is the largest measure of what was used and is not as it was. What gradients are always multiplied by is
     read from the last session, whose gradients are so small that no clipping bites.
     """
-    groups = [[_both(one) for one in session if one.held] for session in sessions]
-    groups = [kept for group in groups if (kept := [pair for pair in group if pair[0]])]
+    groups = [kept for session in sessions if (kept := [pair for pair in map(_both, session) if pair[0]])]
     if not groups:
         return Clip()
     pairs = [pair for group in groups for pair in group]
@@ -100,11 +99,9 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     left = [[min(way.errors(*pair), one, key=_worst) for pair, one in zip(pairs, untouched, strict=True)] for way in ways]
     best, found = min(zip(ways, left, strict=True), key=lambda one: max(EXACT, *map(_worst, one[1])))
     odd = tuple(dict.fromkeys(name for errors in found for name, own in errors.items() if own > FITS))
-    if odd or best.kind is None:
-        best, passed = ways[0], list[float]()
-    else:
-        norms = [share * best.kind.size(held) for held, _ in pairs]
-        passed = [x for x, one in zip(norms, untouched, strict=True) if x > BITES * best.limit and _worst(one) <= EXACT]
+    best = ways[0] if odd else best
+    norms = [share * best.kind.size(held) if best.kind else 0.0 for held, _ in pairs]
+    passed = [x for x, one in zip(norms, untouched, strict=True) if x > BITES * best.limit and _worst(one) <= EXACT]
     largest = share * max(held.total for held, _ in pairs)
     return replace(best, largest=largest, outliers=outliers, odd=odd, passed=tuple(passed))
 
@@ -142,10 +139,7 @@ def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> 
 
     share, passed = clip.share, clip.passed
     before = clip.limit / share if share else 0.0  # the norm of the gradient before it is divided
-
-    def near(limit: float) -> bool:
-        return wanted is not None and abs(limit - wanted) <= 1e-3 * wanted
-
+    near, near_before = (wanted is not None and abs(limit - wanted) <= 1e-3 * wanted for limit in (clip.limit, before))
     left = f"norms up to {max(passed, default=clip.largest):.4g} are left as they are"
     if wanted and (passed or (clip.kind is None and clip.largest > wanted * BITES)):
         add("clip-missing", f"in {len(passed)} of the updates {left}" if passed else left)
@@ -158,9 +152,9 @@ def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> 
     elif wanted is None:
         words = f"read off: gradients are clipped to a norm of {clip.limit:.4g}"
         findings.notes.append(f"{words}, but {left}" if passed else words)
-    elif near(before) and not near(clip.limit) and share < SCALED:
+    elif near_before and not near and share < SCALED:
         add("clip-before-unscaling", f"the gradient, still multiplied by {1 / share:g}, is clipped to {before:.6g}")
-    elif not near(clip.limit):
-        early = f": it is clipped to {before:.6g}, and then multiplied by {share:g}" if near(before) else ""
+    elif not near:
+        early = f": it is clipped to {before:.6g}, and then multiplied by {share:g}" if near_before else ""
         fix = f"torch.nn.utils.clip_grad_norm_(model.parameters(), {wanted:g})" + "  # after that factor" * bool(early)
         add(NORM.id, f"{NORM.words.format(clip.limit)}, not {wanted:g}{early}", fix)

@@ -89,10 +89,10 @@ class StepExamination:
 
     def _require_training(self) -> None:
         """Raise InputError for a step that changes nothing, or gives NaN."""
-        updates = [update for call in self.calls for update in call.updates]
-        if any(bool(value.isnan().any()) for update in updates for value in update.after.values()):
+        values = (value for call in self.calls for update in call.updates for value in update.after.values())
+        if any(bool(value.isnan().any()) for value in values):
             raise InputError("the step sets parameters to NaN; look at its rate, and at divisions by zero")
-        if not any(update.changes for update in updates):
+        if not any(call.changes for call in self.calls):
             why = "does it train another module than the one that make_step is given, or never call optimizer.step()?"
             raise InputError(f"no parameter of your module changes in {len(self.calls)} calls of the step: {why}")
 
@@ -117,8 +117,7 @@ class StepExamination:
         if 0 < silent < len(self.calls):
             findings.add("update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
         arrived = self.calls[0].arrived()
-        reached = [name for name, one in arrived.items() if one.two > DEAD * arrived.total]
-        still = [name for name in reached if not any(update.moves(name) for update in updates[0])]
+        still = [n for n, one in arrived.items() if one.two > DEAD * arrived.total and not any(u.moves(n) for u in updates[0])]
         # half precision hides changes where a copy is rounded
         if still and moves.fits and not (moves.odd and self.subject.halved):
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
@@ -171,8 +170,7 @@ class StepExamination:
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint in float64, rounded where the step keeps a parameter in half precision."""
         dtypes = {where: dtype for name, dtype in self.subject.dtypes.items() for where in self.roles.where(name)}
-        state = {name: tensor.detach().cpu() for name, tensor in self.ours.state_dict().items()}
-        return {name: tensor.to(dtypes.get(name, tensor.dtype)).double() for name, tensor in state.items()}
+        return {name: t.cpu().to(dtypes.get(name, t.dtype)).double() for name, t in self.ours.state_dict().items()}
 
     def _as_written(self) -> None:
         """Run the step as it is, in its own dtypes: it may lose or skip updates, or halve the precision of its loss."""
@@ -195,12 +193,10 @@ class StepExamination:
 
     def _lost_to_rounding(self, written: Watched, exact: Watched, names: list[str]) -> None:
         """Say what share of a step's changes is lost where weights are kept in half precision, beside the step in float64."""
-        due, lost = 0, 0
-        for one, other in zip(exact.updates, written.updates, strict=False):
-            for name in names:
-                moves = one.before[name] != one.after[name]
-                due += int(moves.sum())
-                lost += int((moves & (other.before[name] == other.after[name])).sum())
+        both = zip(exact.updates, written.updates, strict=False)
+        entries = [(one.before[n] != one.after[n], other.before[n] == other.after[n]) for one, other in both for n in names]
+        due = sum(int(moves.sum()) for moves, _ in entries)
+        lost = sum(int((moves & stays).sum()) for moves, stays in entries)
         kind = str(self.subject.dtypes[names[0]]).removeprefix("torch.")
         words = f"weights are kept in {kind}, and {lost / max(due, 1):.0%} of the changes of their entries are lost to rounding"
         if lost < LOST * due:

@@ -118,8 +118,7 @@ def judge_gradients(
     unreached, rest = [name for name in dead if name in call.trains], [name for name in wrong if name not in dead]
     # both embeddings lack what reaches the stream
     lost = any(part.part == "wpe" for name in (*unreached, *rest) for part in roles.parts.get(name, []))
-    tables = ((name, made[name][0].nan_to_num(0.0)) for name in list(rest))
-    for name, table in ((name, table) for name, table in tables if not torch.equal(table, right[name])):
+    for name, table in [(name, made[name][0].nan_to_num(0.0)) for name in rest]:
         only_head = same(name, right[name] - table) and not lost
         if only_head or same(name, table):
             missing = "that of the rows that the ids choose" if only_head else "the head's"

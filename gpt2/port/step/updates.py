@@ -156,14 +156,12 @@ def variants(settings: StepSettings) -> list[Rule]:
     """Return the table of rules that people write: AdamW first, and the usual mistakes before the rare."""
     adam, sgd = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999), Rule("sgd", 0.0)
     momentum = replace(sgd, beta1=0.9)
-
-    def departing(rule: Rule) -> list[Rule]:
-        return [replace(rule, **{field: value}) for field, value, *_ in DEPARTURES]
-
-    lost, *others = departing(adam)
+    departures: list[dict[str, Any]] = [{field: value} for field, value, *_ in DEPARTURES]
+    lost, *others = (replace(adam, **one) for one in departures)
     rules = [adam, lost, sgd, replace(lost, counted=True), momentum]
     rules += [replace(adam, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay]
-    rules += [*others, replace(adam, beta1=0.0, correction="none"), *(two for one in others for two in departing(one)[1:])]
+    rules += [*others, replace(adam, beta1=0.0, correction="none")]
+    rules += [replace(one, **two) for one in others for two in departures[1:]]
     rules += [replace(one, coupled=settings.weight_decay or 0.01) for one in (*others, momentum)]
     return list(dict.fromkeys(rules))
 
@@ -238,7 +236,6 @@ class StepMoves:
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
-        self.factors: dict[str, float] = {}
         self.kept = False
         if not moving:
             return
@@ -249,8 +246,6 @@ class StepMoves:
         for name, track in tracks.items():
             self._fit(name, track)
         self._test_later([session for session in later if session], tracks)
-        if self.known:
-            self._compare_rates()
 
     @property
     def known(self) -> dict[str, RuleFit]:
@@ -287,6 +282,7 @@ class StepMoves:
         fits = list(self.known.values())
         plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
         self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
+        self.factors: dict[str, float] = {}
         for name, one in self.known.items():
             live = np.abs(self.rates) > 100 * one.doubts
             factor = float(np.median(one.rates[live] / self.rates[live])) if live.any() else 1.0
@@ -302,6 +298,7 @@ class StepMoves:
             self.findings.leave_open("update", words)
         if not self.known:
             return
+        self._compare_rates()
         rule, at = self.rule, f"at a rate of {_listed(self.rates)}"
         if rule.kind != "adam":
             self._add("optimizer-sgd", f"SGD{f' with a momentum of {rule.beta1:.4g}' if rule.beta1 else ''}, {at}")
@@ -329,15 +326,14 @@ class StepMoves:
         self.findings.notes.append(f"read off: {words}")
 
     def _constants(self, rule: Rule) -> None:
-        given, said = (self.settings.beta1, self.settings.beta2), f"betas of {rule.beta1:.6g} and {rule.beta2:.6g}"
+        given, betas = (self.settings.beta1, self.settings.beta2), (rule.beta1, rule.beta2)
+        said = f"betas of {rule.beta1:.6g} and {rule.beta2:.6g}"
         right = (0.9 if given[0] is None else given[0], 0.95 if given[1] is None else given[1])
         fix = f"torch.optim.AdamW(groups, lr, betas=({right[0]:g}, {right[1]:g}), eps=1e-8)"
-
-        def differ(one: float, other: float) -> bool:
-            return any(b is not None and abs(a - b) > CLOSE * (1 - b) for a, b in zip((one, other), given, strict=True))
-
-        swapped = not differ(rule.beta2, rule.beta1) and (rule.beta1 > rule.beta2 or None not in given)
-        if not rule.lost and (differ(rule.beta1, rule.beta2) or (given == (None, None) and swapped)):
+        pairs = (zip(order, given, strict=True) for order in (betas, betas[::-1]))
+        wrong, unlike = (any(b is not None and abs(a - b) > CLOSE * (1 - b) for a, b in pair) for pair in pairs)
+        swapped = not unlike and (rule.beta1 > rule.beta2 or None not in given)
+        if not rule.lost and (wrong or (given == (None, None) and swapped)):
             self._add("betas-swapped" if swapped else "betas-wrong", said, fix=fix)
         elif not rule.lost and None in given:
             self._read_off(said)

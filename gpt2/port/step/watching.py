@@ -90,11 +90,6 @@ class Update:
         """Whether a parameter changes."""
         return not torch.equal(self.before[name], self.after[name])
 
-    @property
-    def changes(self) -> bool:
-        """Whether any parameter changes."""
-        return any(map(self.moves, self.before))
-
 
 @dataclass
 class Forward:
@@ -128,7 +123,7 @@ class Watched:
     @property
     def changes(self) -> bool:
         """Whether any parameter changes."""
-        return any(update.changes for update in self.updates)
+        return any(update.moves(name) for update in self.updates for name in update.before)
 
     def arrived(self) -> Gradient:
         """Return the sum of what arrived at each parameter, before the first update if there are several."""
