@@ -28,9 +28,6 @@ class ClipKind(NamedTuple):
     words: str
     sizes: Callable[[Gradient], dict[str, float]]
 
-    def size(self, gradient: Gradient) -> float:
-        return max(self.sizes(gradient).values())
-
 
 NORM = ClipKind("clip-threshold", "the norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, g.total))
 LARGEST = ClipKind(
@@ -87,23 +84,28 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
         for held, used in pairs
     ]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
-    share = small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0
     for held, _ in pairs:  # as clipping saw them
         for n, f in ((n, abs(f)) for n, f in outliers.items() if n in held):
             held[n] = Sampled(f * held[n].values, (f * held[n].two, f * held[n].largest))
+    clip = _explained(pairs, small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0)
+    if clip.odd and not (other := _explained(pairs, small[0])).odd:  # a scaled gradient may be clipped in its second call
+        clip = other
+    return replace(clip, outliers=outliers)
 
+
+def _explained(pairs: Sequence[tuple[Gradient, Gradient]], share: float) -> Clip:
+    """Return the way that explains these gradients best, which are always multiplied by ``share``."""
     ways = [Clip(share=share)]
     untouched = [ways[0].errors(*pair) for pair in pairs]
-    if cut := [used for (_, used), errors in zip(pairs, untouched, strict=True) if _worst(errors) > EXACT]:
-        ways += [Clip(kind, max(kind.size(used) for used in cut), share) for kind in WAYS]
-    left = [[min(way.errors(*pair), one, key=_worst) for pair, one in zip(pairs, untouched, strict=True)] for way in ways]
-    best, found = min(zip(ways, left, strict=True), key=lambda one: max(EXACT, *map(_worst, one[1])))
+    if cut := [used for (_, used), errors in zip(pairs, untouched, strict=True) if _most(errors) > EXACT]:
+        ways += [Clip(kind, max(_most(kind.sizes(used)) for used in cut), share) for kind in WAYS]
+    left = [[min(way.errors(*pair), one, key=_most) for pair, one in zip(pairs, untouched, strict=True)] for way in ways]
+    best, found = min(zip(ways, left, strict=True), key=lambda one: max(EXACT, *map(_most, one[1])))
     odd = tuple(dict.fromkeys(name for errors in found for name, own in errors.items() if own > FITS))
     best = ways[0] if odd else best
-    norms = [share * best.kind.size(held) if best.kind else 0.0 for held, _ in pairs]
-    passed = [x for x, one in zip(norms, untouched, strict=True) if x > BITES * best.limit and _worst(one) <= EXACT]
-    largest = share * max(held.total for held, _ in pairs)
-    return replace(best, largest=largest, outliers=outliers, odd=odd, passed=tuple(passed))
+    norms = [share * _most(best.kind.sizes(held)) if best.kind else 0.0 for held, _ in pairs]
+    passed = [x for x, one in zip(norms, untouched, strict=True) if x > BITES * best.limit and _most(one) <= EXACT]
+    return replace(best, largest=share * max(held.total for held, _ in pairs), odd=odd, passed=tuple(passed))
 
 
 def _both(update: Update) -> tuple[Gradient, Gradient]:
@@ -112,8 +114,8 @@ def _both(update: Update) -> tuple[Gradient, Gradient]:
     return Gradient({name: update.held[name] for name in names}), Gradient({name: update.gradient[name] for name in names})
 
 
-def _worst(errors: dict[str, float]) -> float:
-    return max(errors.values())
+def _most(found: dict[str, float]) -> float:
+    return max(found.values())
 
 
 def _outliers(ratios: Sequence[dict[str, float]]) -> dict[str, float]:

@@ -177,11 +177,6 @@ def constants(rule: Rule, settings: StepSettings) -> Iterator[Rule]:
     yield from (replace(rule, eps=eps) for eps in (EPSILONS if adam else ()))
 
 
-def error_of(rule: Rule, tracks: Sequence[Track]) -> float:
-    """Return the largest error of a rule on some parameters, each with its own rates and decays."""
-    return max(fit(track, rule).error for track in tracks)
-
-
 def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: Array | None = None) -> tuple[Rule, float]:
     """Return the rule that moved some parameters, and its error: AdamW as the settings say, or the first of the table that does.
 
@@ -194,12 +189,12 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: A
     for number, rule in enumerate(itertools.chain(table, *(constants(rule, settings) for rule in table))):
         if error <= (EXACT if number < len(table) else FITS):
             break
-        if (own := error_of(rule, tracks)) < error / BETTER or own <= EXACT:
+        if (own := max(fit(track, rule).error for track in tracks)) < error / BETTER or own <= EXACT:
             best, error = rule, own
     if expected is None or best.kind == "sgd" or best.lost or not bool((expected > 0).all()):
         return best, error
     alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in ("full", "none", "late")]
-    for one in (one for one in alike if error_of(one, tracks) <= max(EXACT, 2 * error)):
+    for one in (one for one in alike if max(fit(track, one).error for track in tracks) <= max(EXACT, 2 * error)):
         if spread(np.median([fit(track, one).rates for track in tracks], axis=0) / expected) < CLOSE:
             return one, error
     return best, error
