@@ -1,7 +1,5 @@
 """AGENTS.md: the keys that it lists are those of each command's JSON, and what it says to read first is among them."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

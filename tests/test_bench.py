@@ -1,7 +1,5 @@
 """``gpt2 bench`` on the embedded model: both sides do the same work, and each figure has the value that its name says."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The decoder computes the model's own numbers, and runs the model itself where the results could differ."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """README, help and docstrings: every command and example shown parses, runs and prints the shown output."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

@@ -1,7 +1,5 @@
 """Imports go in one direction, without cycles, and load nothing heavy before it is used."""
 
-from __future__ import annotations
-
 import ast
 import graphlib
 import re

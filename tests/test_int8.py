@@ -1,7 +1,5 @@
 """Int8 weights: rounded to the nearest step, equal for any number of rows, and refused where they are not supported."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable
 from dataclasses import replace

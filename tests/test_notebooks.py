@@ -1,7 +1,5 @@
 """Every notebook runs from top to bottom, and prints its committed output."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The wheel holds every file of the package, and works in an empty folder."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import os

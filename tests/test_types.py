@@ -1,7 +1,5 @@
 """A type checker accepts the public API and refuses a wrong use of it."""
 
-from __future__ import annotations
-
 import ast
 import importlib.util
 import os

@@ -1,7 +1,5 @@
 """llm.c's files: they load, our exports equal llm.c's own files, and invalid files are refused in one line."""
 
-from __future__ import annotations
-
 import struct
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The command line: exit codes, one line per user error, JSON for other programs."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

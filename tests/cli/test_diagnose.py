@@ -1,7 +1,5 @@
 """`gpt2 diagnose FILE.py:build`: for any file, one clear line or a clean result, and the right exit code."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """``gpt2 export`` as a user runs it: exit codes, output, and the JSON for other programs."""
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The workflow runs all tests on Windows and macOS themselves.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

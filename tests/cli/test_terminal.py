@@ -1,7 +1,5 @@
 """The output of commands fits a terminal of 80 columns, and no name is cut off."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import replace

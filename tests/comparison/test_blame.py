@@ -1,7 +1,5 @@
 """`compare --blame` finds the parts that were changed, and nothing else; its figures are those of models built by hand."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

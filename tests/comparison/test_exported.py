@@ -1,7 +1,5 @@
 """`export --check` passes right files in every installed program, and refuses a file with one wrong tensor in each of them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Several models against the first: the same figures as of two alone, one pair in memory, runs by their steps."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from dataclasses import replace

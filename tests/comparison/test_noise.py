@@ -1,7 +1,5 @@
 """`compare --noise`: one floor, from what rounding explains; a batch and padding stay under it, another dtype does not."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

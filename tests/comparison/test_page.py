@@ -1,7 +1,5 @@
 """The page of a comparison loads nothing, is reproducible, escapes all text, and works with missing parts."""
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """What a side showed, kept: references and traces as files and as sides of a comparison."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The device verdict: simulated devices that only round are passed by name, and wrong ones are named."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Attention maps and their summary, compared with brute-force loops."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The logit lens: the page shows the model's own figures, and text is escaped."""
 
-from __future__ import annotations
-
 import base64
 import json
 import math

@@ -1,7 +1,5 @@
 """``gpt2 explore``: the page in a file, from a server for this machine only, and in a browser."""
 
-from __future__ import annotations
-
 import http.client
 import itertools
 import re

@@ -1,7 +1,5 @@
 """What a dump may be: any container and layout of the ids, and one clear line for what cannot be read."""
 
-from __future__ import annotations
-
 import zipfile
 from pathlib import Path
 

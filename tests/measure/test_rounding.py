@@ -1,7 +1,5 @@
 """What rounding explains: it covers every right order of summing, kernel and thread count, and refuses imprecise models."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

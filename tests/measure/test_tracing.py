@@ -1,7 +1,5 @@
 """The trace: every point once, in order, with the value that its name says; afterwards the model has no hooks."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

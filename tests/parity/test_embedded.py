@@ -1,7 +1,5 @@
 """The embedded checkpoint: complete, small, and described by its card."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """From a Hub name to a verdict: real processes, a real server on loopback."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The public record: numbers that transformers computes must be reproduced, and every kind of wrong record refused."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """verify: it accepts equal models, and each of its checks refuses a model that differs."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

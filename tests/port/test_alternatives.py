@@ -4,8 +4,6 @@ A program with a fault is our own model with that alternative. This shows that t
 people's code computes what the table says: for that are the programs of tests/support/programs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Mapping
 from functools import cache

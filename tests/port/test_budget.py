@@ -1,7 +1,5 @@
 """The limit of the searches in a port: of work, which is the same on every machine, and one of the clock."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """`checkpoint_of`: every port comes back bit for bit with its config, or is refused in one line that says why."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Recording a forward pass: every element has an id, whatever the operators."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable
@@ -24,7 +22,7 @@ IDS = torch.tensor([[9, 5, 14], [16, 7, 11]])
 class Small(nn.Module):
     """An embedding, a few parameters, and a function of them."""
 
-    def __init__(self, function: Callable[[Small, Tensor], Tensor]) -> None:
+    def __init__(self, function: Callable[["Small", Tensor], Tensor]) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
 
@@ -63,7 +61,7 @@ def fill_slices(m: Small, x: Tensor) -> Tensor:
     return out
 
 
-LINEAR: dict[str, Callable[[Small, Tensor], Tensor]] = {
+LINEAR: dict[str, Callable[["Small", Tensor], Tensor]] = {
     "linear": lambda m, x: F.linear(x, m.square, m.row),
     "matmul": lambda m, x: x @ m.wide,
     "turned": lambda m, x: (m.wide.t() @ x.mT).mT,
@@ -121,7 +119,7 @@ def test_the_evaluation_above_can_fail() -> None:
         lambda m, ids: torch.stack([F.embedding(column, m.table) for column in ids.unbind(1)], dim=1),
     ],
 )
-def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[[Small, Tensor], Tensor]) -> None:
+def test_a_table_read_by_the_tokens_is_a_lookup(look_up: Callable[["Small", Tensor], Tensor]) -> None:
     """The anatomy starts from the token embedding: every way to read it must become a lookup, with the rows that were read."""
     module = Small(lambda m, x: x)
     module.forward = lambda ids: look_up(module, ids)
@@ -177,7 +175,7 @@ def inferred(m: Small, x: Tensor) -> Tensor:
         inferred,
     ],
 )
-def test_attention_is_two_products_of_activations_however_it_is_called(attend: Callable[[Small, Tensor], Tensor]) -> None:
+def test_attention_is_two_products_of_activations_however_it_is_called(attend: Callable[["Small", Tensor], Tensor]) -> None:
     """A fused kernel, or the fast path of torch's own module, would hide queries, keys and values."""
     recording = record(Small(attend), IDS)
     pairs = [node for node in recording.nodes if node.kind is NodeKind.CONTRACTION and node.weight is None]

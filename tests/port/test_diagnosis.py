@@ -1,7 +1,5 @@
 """`gpt2.diagnose`: wrong weights, wrong behaviour, the order of causes and the report. Ports: test_diagnosis_ports.py."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

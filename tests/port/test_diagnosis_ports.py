@@ -3,8 +3,6 @@
 tools/diagnose_table.py measures the same ports, also at official shapes.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

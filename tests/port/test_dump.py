@@ -1,7 +1,5 @@
 """Dumps of other programs: a right one is equal in any dtype and layout, a fault is named with its place."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import replace
 

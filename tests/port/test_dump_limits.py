@@ -1,7 +1,5 @@
 """Dumps at the limits of what can be said: few arrays, mixed precision, and faults that no known cause explains."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

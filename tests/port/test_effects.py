@@ -1,7 +1,5 @@
 """`gpt2.diagnose` of a module: what is rounding, what each cause does to the logits, and what is kept from call to call."""
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`gpt2.diagnose` of a module: dropouts made by hand, rows that change one another, masks from the ids, limits of time, fixes."""
 
-from __future__ import annotations
-
 import math
 import sys
 from collections.abc import Callable

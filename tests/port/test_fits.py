@@ -1,7 +1,5 @@
 """Mistakes that no list has are read off an operator's recorded inputs and result; and what must not be read off too few."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

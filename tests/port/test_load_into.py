@@ -3,8 +3,6 @@
 test_load_into_ports.py shows that correct ports are filled correctly, bit for bit.
 """
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable
@@ -372,7 +370,7 @@ def test_a_constant_in_float32_is_distinguished_from_a_fault() -> None:
 class Made(nn.Module):
     """A function of some parts and the ids, as a module."""
 
-    def __init__(self, function: Callable[[Made, Tensor], object], **parts: nn.Module) -> None:
+    def __init__(self, function: Callable[["Made", Tensor], object], **parts: nn.Module) -> None:
         super().__init__()
         self.function = function
         for name, part in parts.items():

@@ -1,7 +1,5 @@
 """GPT-2s that are no torch modules, in NumPy: right but for their faults, and equal where they have none."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`gpt2 diagnose --run`: run a user's program on our ids and read its dump; any failure gives one clear line."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

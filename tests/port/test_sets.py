@@ -1,7 +1,5 @@
 """tools/sets.py: a dump is really diagnosed, and today's engine answers a sample as well as before."""
 
-from __future__ import annotations
-
 import tempfile
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Faults are found from logits alone, or from one tensor a block, by switching them on in our own forward pass."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import replace
 

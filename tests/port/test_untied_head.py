@@ -1,7 +1,5 @@
 """A checkpoint whose head has values of its own: modules are filled, and a head that a port ties or loads wrongly is named."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

@@ -4,8 +4,6 @@ The port here consists of functions that a test may replace by wrong ones, and h
 and their loading are in tests/support/faulty.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Ten ways to be almost right: each breaks a loaded model in place, and `gpt2 verify` must refuse it where it is broken."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

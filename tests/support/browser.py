@@ -1,7 +1,5 @@
 """Chromium for tests of pages; the tests are skipped without it."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Error lines of commands and functions, scripts of tools/ as modules, the embedded checkpoint as files, running processes."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import sys

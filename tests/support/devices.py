@@ -1,7 +1,5 @@
 """Simulated devices: PyTorch on the CPU, with operators that round otherwise, or compute what issue threads describe."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, reduce

@@ -8,8 +8,6 @@ Each has its own environment, working folder, output and exit, and the modules t
 the interpreter is not taken down at the end, where threads may still crash it: to test those use subprocess.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler

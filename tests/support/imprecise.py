@@ -3,8 +3,6 @@
 Each replaces a part of a loaded :class:`gpt2.model.GPT2`. In float64 nothing changes, so that only a check of rounding can tell.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

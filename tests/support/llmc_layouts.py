@@ -1,7 +1,5 @@
 """Tiny files of llm.c, written and read in the layout of its train_gpt2.py and train_gpt2.c, without our code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Tiny Keras and Flax checkpoints as transformers 4 wrote them: HDF5 by h5py, MessagePack by msgpack, without our code."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

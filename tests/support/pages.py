@@ -1,7 +1,5 @@
 """The parts of an HTML page, and the checks that every page of ours must pass."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """Mistakes as patches: texts that a right program has once, and what stands there instead."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 

@@ -1,7 +1,5 @@
 """Source for a type checker (tests/test_types.py), never run: every public name as a user writes it, with its type."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import assert_type
 

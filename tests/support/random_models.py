@@ -1,7 +1,5 @@
 """Models with random weights in which every parameter matters: no bias is 0, no norm's weight is 1."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Right kernels that sum in another order: what other machines and libraries do, computed in float32 term by term."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Runs of the training loop: stop one, start one in a process of its own, damage one, and read its files."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The model that is traced."""
 
-from __future__ import annotations
-
 import pytest
 from support.random_models import write_checkpoint
 

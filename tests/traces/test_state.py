@@ -1,7 +1,5 @@
 """The trace as llm.c's debug state: read back by a reader of its own, as ports in other languages read it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The steps of a trace are AdamW's with the settings that stand beside them: by its formula, written out here."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """``gpt2.trace``: the numbers are GPT-2's, of the ids that were asked for, and every form that is written holds them all."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The card of a run and of an export: every figure is the run's, the command is the run's, a person's text is kept."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """``gpt2 train plot``: what the picture shows of a run, also of one that failed."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

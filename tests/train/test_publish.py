@@ -1,7 +1,5 @@
 """``gpt2 publish`` against a Hub on loopback that takes uploads: what is sent, what is refused, what comes back."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import shutil

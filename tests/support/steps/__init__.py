@@ -3,8 +3,6 @@
 `plain.py` is a right step, and `faults.toml` has patches of it, one fault each. `right.py` has other right steps.
 """
 
-from __future__ import annotations
-
 import copy
 import tomllib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Right training steps of many kinds: each is AdamW with decay on matrices and embeddings, in another author's way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

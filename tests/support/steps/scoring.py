@@ -1,7 +1,5 @@
 """Decide whether a diagnosis of a training step was right: one rule for the tests and for tools/step_table.py."""
 
-from __future__ import annotations
-
 import warnings
 from dataclasses import dataclass
 
