@@ -224,9 +224,6 @@ def test_arguments_in_another_order_are_told_as_that() -> None:
     assert "takes a model, then ids, and was given list first" in refusal(generate, [1, 2], lively())
 
 
-# The caller's state between two tokens
-
-
 def take_a_training_step(model: GPT2, ids: Tensor) -> None:
     model.zero_grad()
     loss = F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())

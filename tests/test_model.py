@@ -137,8 +137,6 @@ def test_conv1d_takes_any_leading_shape() -> None:
     assert "3 -> 5" in repr(layer)
 
 
-# Initialisation
-
 WIDE = GPT2Config(vocab_size=400, n_positions=64, n_embd=48, n_layer=6, n_head=4)
 
 
@@ -241,8 +239,6 @@ def test_building_without_weights_costs_nothing() -> None:
     assert float(touched) > 300
     assert int(by_meta) > 100
 
-
-# Dropout
 
 DROPPING = replace(TINY, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
 

@@ -60,9 +60,6 @@ def made(n: int, seed: int = 0, context: int = 64) -> Tokens:
     return Tokens(targets, index, (index - 1) % context + 1, *logs, *kl, *top, *p, *only, windows=Windows(context))
 
 
-# The divergences
-
-
 OF_DTYPES = [(2, 1, "float64"), (3, 5, "float32"), (50, 3, "bfloat16"), (130, 30, "float16"), (1000, 1, "float64")]
 
 
@@ -239,9 +236,6 @@ def test_how_rows_are_cut_and_shared_changes_nothing(monkeypatch):
         torch.set_num_threads(threads)
 
 
-# The most likely tokens
-
-
 def likeliest(row: list[float], k: int) -> list[int]:
     return sorted(range(len(row)), key=lambda i: (-row[i], i))[:k]
 
@@ -258,9 +252,6 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
     ids, values = per_token.likeliest(table, min(k, vocab))
     assert ids.tolist() == [likeliest(row, k) for row in table.tolist()]
     assert torch.equal(values, table.double().gather(1, ids))
-
-
-# The text
 
 
 @pytest.mark.parametrize("batch_size", [3, None])
@@ -347,9 +338,6 @@ def test_only_one_batch_of_logits_of_each_model_is_alive():
     assert len(alive) == 10
 
 
-# The summary
-
-
 def test_every_figure_of_the_summary_against_numpy_and_scipy():
     tokens = made(1000)
     lengths = torch.randint(1, 9, (40,), generator=torch.Generator().manual_seed(5))
@@ -422,9 +410,6 @@ def test_infinite_figures_stay_infinite():
     assert math.isfinite(got.b.perplexity.low)  # 64 % of resamples contain that block, so the 2.5 % quantile is finite
     assert math.isfinite(got.a.perplexity.high)
     assert got.difference.value == -INF
-
-
-# Intervals
 
 
 def autocorrelated(n: int, rho: float, generator: torch.Generator) -> Tensor:

@@ -125,9 +125,6 @@ def test_a_port_that_is_taken_is_said_before_the_model_is_loaded(capsys: pytest.
     assert said == f"gpt2 explore: --port {port}: address already in use; choose another, or 0 for a free one\n"
 
 
-# --- in a browser
-
-
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
     browser = Browser(tmp_path_factory.mktemp("browser") / "profile")

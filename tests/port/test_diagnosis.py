@@ -215,9 +215,6 @@ def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pyt
     assert "23 tokens were not tried" in found.notes[-1]
 
 
-# Parts of the diagnosis.
-
-
 def test_likeness_describes_numbers() -> None:
     """A layer that was never loaded is recognised by its initial distribution."""
     assert "all 1" in likeness(torch.ones(9, dtype=torch.float64))

@@ -80,9 +80,6 @@ def test_a_mistake_that_no_list_has_is_read_off_its_operator(bed: FourteenthBed,
         assert FAULTS[fault][1] in said.causes[0].detail
 
 
-# What a fit says of a value.
-
-
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 

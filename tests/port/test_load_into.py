@@ -109,9 +109,6 @@ def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(
         assert torch.equal(parameter, (before if left else filled).get_parameter(name)), name
 
 
-# A wrong mapping must be refused.
-
-
 def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
     entries = entries.clone()
     entries[a], entries[b] = entries[b].clone(), entries[a].clone()
@@ -142,9 +139,6 @@ def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor
     assert ANYTHING in sentences(report)
     with pytest.raises(InputError, match=r"something else than GPT-2's|is added where GPT-2 adds nothing"):
         gpt2.checkpoint_of(filled)
-
-
-# Other sizes and vocabularies.
 
 
 @pytest.mark.parametrize(
@@ -259,9 +253,6 @@ def test_what_has_no_effect_is_not_missed() -> None:
     assert report.unused["ln_f.bias"] == "all of it: without effect"
 
 
-# The module's state afterwards.
-
-
 class Stateful(Port):
     """A module that counts its calls, caches a mask in its weights' dtype, keeps a running buffer, and has dropout."""
 
@@ -364,9 +355,6 @@ def test_a_constant_in_float32_is_distinguished_from_a_fault() -> None:
     assert "as if it kept a constant in float32" in sentences(report)
 
 
-# Modules that cannot be filled.
-
-
 class Made(nn.Module):
     """A function of some parts and the ids, as a module."""
 
@@ -412,9 +400,6 @@ def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
     assert not report.ok
     assert "layer-missing at h.1, h.2: your forward runs 1 of the checkpoint's 3 blocks" in report.problems
     assert "position-missing at wpe: your module has no learned positions" in report.problems
-
-
-# The report.
 
 
 @pytest.mark.parametrize(

@@ -220,9 +220,6 @@ def test_a_cause_has_evidence_and_a_fix() -> None:
     assert "GPT-2's formula is off by " in cause.evidence
 
 
-# The pool.
-
-
 def pool_of(*tensors: Tensor) -> Pool:
     pool = Pool()
     for tensor in tensors:

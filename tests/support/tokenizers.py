@@ -39,8 +39,7 @@ def _whole(folder: Path, pipeline: Tokenizer, name: str = "PreTrainedTokenizerFa
 def _trained(model: object, trainer: object, **parts: object) -> Tokenizer:
     pipeline = Tokenizer(model)
     for part, value in parts.items():
-        if part != "post_processor":
-            setattr(pipeline, part, value)
+        setattr(pipeline, part, value)
     pipeline.train_from_iterator(LINES, trainer)
     return pipeline
 

@@ -30,9 +30,6 @@ def sized(width: int, n_layer: int = 2, context: int = 32, dropout: float = 0.0,
     return GPT2(GPT2Config(65, context, width, n_layer, 4, **rates, bos_token_id=0, eos_token_id=0))
 
 
-# Memory
-
-
 def kept(model, ids, precision="float32") -> int:
     """Bytes of the distinct storages that one step keeps for the backward pass, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()} | {ids.untyped_storage().data_ptr()}
@@ -99,9 +96,6 @@ def test_what_stands_is_weights_gradients_and_moments():
     assert cost.lasting(model) == sum(t.nbytes for t in tensors)
     model.wte.weight.requires_grad_(False)  # as a run with adapters freezes it
     assert cost.lasting(model) == sum(t.nbytes for t in tensors) - 3 * model.wte.weight.nbytes
-
-
-# Speed
 
 
 @pytest.fixture

@@ -28,8 +28,6 @@ from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
 from gpt2.train.loss import WithLoss
 from gpt2.train.recipe import Data, Optim
 
-# Learning
-
 
 def memorising(quiet, tmp_path, lr: float) -> list[Evaluated]:
     tmp_path.mkdir(exist_ok=True)
@@ -144,9 +142,6 @@ def test_patience_counts_evaluations_without_a_better_one(recipe, tmp_path, monk
     assert (tmp_path / "run" / "step-7").is_dir()  # else the next start would repeat the last steps
 
 
-# Options that contradict each other
-
-
 def test_texts_too_short_are_refused_in_numbers(recipe, tmp_path):
     path, run = tmp_path / "short.txt", tmp_path / "run"
     data = replace(recipe.data, path=str(path))
@@ -228,9 +223,6 @@ def test_dropout_is_the_recipes_and_not_the_models(recipe, init, tmp_path, monke
     for model in models:
         assert {m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)} == {0.25}
         assert [block.attn.attn_pdrop for block in model.h] == [0.5]
-
-
-# Ownership of the output folder
 
 
 @pytest.fixture
@@ -321,9 +313,6 @@ def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, 
     assert sorted(path.name for path in run.iterdir()) == ["best", "held_out.jsonl", "metrics.jsonl", "recipe.json", "step-4"]
     train(wide, run)
     assert outcome(run) == outcome(tmp_path / "undisturbed")
-
-
-# Signals
 
 
 def test_a_second_interrupt_acts_at_once(recipe, tmp_path):

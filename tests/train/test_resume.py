@@ -152,9 +152,6 @@ def test_a_fine_tune_goes_on_without_the_model_it_began_with(recipe, init, tmp_p
     assert outcome(tmp_path / "run") == outcome(tmp_path / "undisturbed")
 
 
-# Damage
-
-
 DAMAGE = {
     "a flipped bit in the weights": (lambda p: flip(p / "model.safetensors"), "model.safetensors does not have the sha256"),
     "a flipped bit in the moments": (lambda p: flip(p / "optimizer.safetensors"), "optimizer.safetensors does not have"),
@@ -295,9 +292,6 @@ def test_what_a_checkpoint_counts_on_is_on_the_disk_before_it_appears(recipe, tm
     assert synced[-1] == "run/.step-1.partial"
     assert "run/metrics.jsonl" in synced
     assert ("sync", "run") in did[appears:]
-
-
-# Killed
 
 
 def trained_and_killed(recipe: Recipe, run: Path, init: str | None, at: int) -> None:
