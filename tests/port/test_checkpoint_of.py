@@ -345,7 +345,7 @@ def test_a_module_that_makes_tensors_in_the_default_dtype_is_run_in_float64() ->
     report, diagnosis = load_into(module, found.load()), diagnose(module, found.load())
     assert (report.ok, diagnosis.ok, report.logits_error is None) == (True, True, False)
     assert diagnosis.logits_error < FLOAT64_BOUND
-    assert "but for tensors made in torch's default dtype" in diagnosis.notes[0]
+    assert "it was run with float64 as that default" in diagnosis.notes[0]
     assert torch.get_default_dtype() == torch.float32
 
 
