@@ -26,7 +26,7 @@ from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, S
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Program, Site
 from gpt2.port.recording.pool import collect
-from gpt2.port.search.walk import Right, Walked, search
+from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.causes import CAUSES
 
 SIZES = {"vocab_size": 29, "bos_token_id": 0, "eos_token_id": 0}
@@ -74,8 +74,8 @@ def ids() -> Tensor:
 
 
 @cache
-def right() -> Right:
-    return Right.of(model(), ids())
+def right() -> Model:
+    return Model(model().state_dict(), CONFIG, ids())
 
 
 @cache
@@ -276,7 +276,7 @@ def walked(whole: Candidate) -> Walked:
     """What is found in a module that has these alternatives."""
     program = whole.program
     assert program is not None
-    return search(collect(Mutant(program), ids(), CONFIG), model().state_dict(), right())
+    return search(collect(Mutant(program), ids(), CONFIG), model().state_dict(), model(), right())
 
 
 def whole_of(label: str, block: int | None) -> Candidate:

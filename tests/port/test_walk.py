@@ -16,8 +16,9 @@ from torch import Tensor, nn
 
 from gpt2 import GPT2
 from gpt2.config import GPT2Config
+from gpt2.port.graph import Model
 from gpt2.port.recording.pool import Pool, collect
-from gpt2.port.search.walk import Right, Walked, search
+from gpt2.port.search.walk import Walked, search
 
 # All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)
@@ -113,7 +114,7 @@ class Port(nn.Module):
 def walked(layout: str = "batch", config: GPT2Config = CONFIG, model: GPT2 | None = None, **wrong: Callable) -> Walked:
     model = model or checkpoint(config)
     pool = collect(Port(model, layout, wrong), IDS, config)
-    return search(pool, model.state_dict(), Right.of(model, IDS))
+    return search(pool, model.state_dict(), model, Model(model.state_dict(), config, IDS))
 
 
 def causes_of(result: Walked) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ never by names. :mod:`.mapping` derives which entry belongs in each place; :clas
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -147,7 +147,6 @@ class LogitsCheck:
 
     def outputs(self, borrowed: Borrowed) -> list[Tensor | Exception]:
         """Return the module's output for each probe, or its error there."""
-
         device = device_of(borrowed.module)
 
         def output(ids: Tensor) -> Tensor | Exception:
@@ -156,12 +155,7 @@ class LogitsCheck:
             except Exception as error:
                 return error
 
-        def every() -> list[Tensor | Exception] | Exception:
-            made = [output(ids) for ids in self.probes]
-            return made if any(isinstance(one, Tensor) for one in made) else cast(Exception, made[0])
-
-        made = borrowed.widest(every)
-        return [made] * len(self.probes) if isinstance(made, Exception) else made
+        return borrowed.widest(lambda: [output(ids) for ids in self.probes])
 
 
 def worst_error(outputs: Sequence[Tensor | Exception], references: list[Tensor]) -> float:

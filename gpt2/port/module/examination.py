@@ -39,7 +39,7 @@ from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search.blamed import effect_of_weights
 from gpt2.port.search.logits import Reference, padding_causes
-from gpt2.port.search.walk import Right, Walked, search
+from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.budget import of_model
 from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import ALL_WEIGHTS, Place, listed
@@ -321,7 +321,8 @@ class Examination:
         A bias that the anatomy has not found, or blocks that it has taken for others, need not be wrong: if the walk comes
         further with the checkpoint's own, the causes that say so are dropped.
         """
-        walk = partial(search, pool, right=Right.of(reference.model, ids), head=own.head, progress=self.progress)
+        ours, right = reference.model, Model(self.state, self.config, ids)
+        walk = partial(search, pool, reference=ours, right=right, head=own.head, progress=self.progress)
         best = walk(weights)
         completed = {name: torch.where(placed, weights[name], self.state[name]) for name, placed in own.placed.items()}
         checkpoint = self.state if own.placed else {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class Runs:
                     f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
                 )
                 continue
-            logits = self._run(ids) if outputs else borrowed.widest(partial(self._run, ids))
+            logits = self._run(ids) if outputs else borrowed.widest(lambda ids=ids: [self._run(ids)])[0]
             if isinstance(logits, Exception):
                 words = f"fails on ids of shape {tuple(ids.shape)}"
                 if not outputs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2.errors import InputError
 
-T = TypeVar("T")
 INNER = ("_parameters", "_buffers", "_modules")  # torch's dictionaries, which change in place
 
 
@@ -98,17 +97,17 @@ class Borrowed:
                 self._swapped[id(tensor)] = tensor, tensor.data
                 tensor.data = tensor.data.to(torch.float64, copy=True)
 
-    def widest(self, call: Callable[[], T | Exception]) -> T | Exception:
-        """Return what ``call`` returns in float64; where it is an error, with new tensors in float64 too, or in the own dtype.
+    def widest(self, call: Callable[[], list[Tensor | Exception]]) -> list[Tensor | Exception]:
+        """Return what ``call`` returns in float64; if errors alone, with new tensors in float64 too, or in the own dtype.
 
         A forward that makes tensors in torch's default dtype fails where they meet float64, or its least number.
         """
         made = call()
-        if isinstance(made, Exception) and self.failure is None:
-            self.failure = made
+        if isinstance(made[0], Exception) and self.failure is None and not any(isinstance(one, Tensor) for one in made):
+            self.failure = made[0]
             torch.set_default_dtype(torch.float64)
             made = call()
-            if isinstance(made, Exception):
+            if not any(isinstance(one, Tensor) for one in made):
                 self.wide = False
                 self.to_own_dtype()
                 made = call()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,14 +46,6 @@ class Trial:
     faults: tuple[Cause, ...] = ()  # that were fitted
     again: int = 0  # whether the block's result is found, as another value's
     ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
-
-
-class Screened(NamedTuple):
-    """An alternative, whether what it changes may be found, and the block's result with it (B, T, D), NaN if not computed."""
-
-    alternative: Alternative
-    is_shown: bool
-    value: Tensor
 
 
 class Blocks:
@@ -129,10 +120,10 @@ class Blocks:
                 return True
         return False
 
-    def screened(self, base: Trial, some: Iterable[Alternative], until: str = "") -> Iterator[Screened]:
-        """Run alternatives of a block, up to a node, as rows of a batch, and say for which :meth:`tried` may return something.
+    def screened(self, base: Trial, some: Iterable[Alternative], until: str = "") -> Iterator[Alternative]:
+        """Yield those alternatives of a block, run up to a node as rows of a batch, for which :meth:`tried` may return something.
 
-        Their values are compared with the program's by sums alone. Left out: those that change nothing.
+        Their values are compared with the program's by sums alone.
         """
         groups, nodes = dict[int, list[tuple[Alternative, Edits]]](), NODES[: ORDER[until] + 1]
         is_last = until == "" and base.layer + 1 == self.layers
@@ -148,10 +139,8 @@ class Blocks:
         for begin, group in groups.items():
             for few in (group[n : n + most] for n in range(0, len(group), most)):
                 self.observation.check()
-                shown, values = [True] * len(few), base.state[""].expand(len(few), *base.state[""].shape)
-                if begin > odd:
-                    shown, values = self._shown(base, begin, [edits for _, edits in few], until)
-                yield from (Screened(one, *each) for (one, _), *each in zip(few, shown, values, strict=True))
+                shown = self._shown(base, begin, [edits for _, edits in few], until) if begin > odd else [True] * len(few)
+                yield from (one for (one, _), is_shown in zip(few, shown, strict=True) if is_shown)
 
     def _reshapes(self, base: Trial, one: Alternative) -> bool:
         """Return whether an alternative gives a node another shape, or cannot be computed."""
@@ -163,11 +152,9 @@ class Blocks:
                 return True
         return False
 
-    def _shown(self, base: Trial, begin: int, every: Sequence[Edits], until: str) -> tuple[list[bool], Tensor]:
-        """Return whether what each of some edits changes from node number ``begin`` on may be found; and the blocks' ends.
-
-        Nothing is looked for behind the node ``until``, if that is not the block's end.
-        """
+    def _shown(self, base: Trial, begin: int, every: Sequence[Edits], until: str) -> list[bool]:
+        """Return whether what each of some edits changes may be found: in nodes from number ``begin`` to ``until``, or, behind a
+        whole block, in what follows."""
         count, odd, batch, moved, edited = len(every), set[int](), State(), dict[str, set[int]](), by_node(every)
         shown, site = torch.zeros(count, dtype=torch.bool), self.model.site(base.layer, base.state)
         for node in NODES[begin : ORDER[until] + 1]:
@@ -181,20 +168,19 @@ class Blocks:
                     found = self.observation.may_find(node, batch[node])
                     found[still] = False
                     shown |= found
-        values = batch[""] if until == "" else torch.stack([base.state[""]] * count)
         layer = base.layer + 1 if base.layer + 1 < self.layers else None
-        following = self.model.site(layer or 0, {"x": values[0]})
         for some in ((), *self.known) if until == "" else ():
             edits = {node: formula for one in some for node, formula in one.at(layer).items()}
-            batch = {"x": values}
+            after = {"x": batch[""]}
+            following = self.model.site(layer or 0, {"x": batch[""][0]})
             for node in (FIRST if layer else ("ln_f",)) if edits or not some else ():
                 own = {n: edits[node] for n in range(count) if node in edits}
-                batch[node] = in_rows(following, node, {}, batch, own, count, odd)
-                shown |= self.observation.may_find(node, batch[node])
-            if "ln_f" in batch:
-                shown |= self.observation.may_be_logits(batch["ln_f"], self.model.table)
-        shown[list(odd)], values[list(odd)] = True, torch.nan
-        return shown.tolist(), values
+                after[node] = in_rows(following, node, {}, after, own, count, odd)
+                shown |= self.observation.may_find(node, after[node])
+            if "ln_f" in after:
+                shown |= self.observation.may_be_logits(after["ln_f"], self.model.table)
+        shown[list(odd)] = True
+        return shown.tolist()
 
     def tried(self, base: Trial, one: Alternative, shown: bool = True) -> Trial | None:
         """Return ``base`` with one more alternative; None if it changes nothing, or nothing that it changes is ``shown``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -18,9 +18,8 @@ from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, ORDER
 from gpt2.port.search.batch import Batch
 from gpt2.port.search.blamed import Blamed
-from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Screened, Trial
+from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
 from gpt2.port.search.matching import PartSearch, known
-from gpt2.port.search.part import BETTER
 from gpt2.port.terms.causes import Cause
 
 MOST_FAULTS = 6  # alternatives of one block
@@ -112,17 +111,6 @@ class Explainer:
             yield from search.nearest(search.faults.singles())
             self.observation.check()
 
-    def _alike(self, base: Trial, rows: Sequence[Screened]) -> Iterator[Alternative]:
-        """Yield the alternatives whose result of a block is the array that is likest to it."""
-        arrays = self.observation.unexplained("", base.state[""], base.seen.values())
-        for seen in itertools.islice(arrays, 1):
-            part, size = self.blocks.part(base, "", seen), seen.value.square().mean().sqrt().clamp(min=1e-30)
-            rounded = max(part.bound, part.right_errors[part.end] / BETTER)
-            for one, _, value in rows:
-                error = float((seen.value - value).abs().max() / size)
-                if not error > part.bound or (error <= rounded and Candidate(((one, base.layer),)).rounds):
-                    yield one
-
     def _widened(self, base: Trial, part: Trial | None) -> tuple[Trial | None, Trial | None]:
         """Return a block as explained, else the best part, to the precision of float32, in which a module may keep constants."""
         if not self.widens or base.alternatives or not any(node in base.seen for node in FIRST[1:]):
@@ -140,14 +128,12 @@ class Explainer:
         some = [one for one in some if one not in base.alternatives and not hidden.isdisjoint(one.edits)]
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
-        rows = list(self.blocks.screened(base, some)) if self.model.small else []
-        for node in dict.fromkeys(("",) if self.model.small else (*nodes[:1], "")):  # each whole block takes long
+        for node in () if self.model.small else dict.fromkeys((*nodes[:1], "")):  # each whole block takes long
             if not wholes and not base.alternatives and node not in base.seen:
-                candidates = () if self.model.small else self._near(base, node)
-                near = {*(one for each in candidates for one, _ in each.sites), *(self._alike(base, rows) if rows else ())}
+                near = {one for each in self._near(base, node) for one, _ in each.sites}
                 wholes, _ = self._tried(base, (one for one in some if one in near))
         if not wholes:
-            shown = {row.alternative for row in rows or self.blocks.screened(base, some) if row.is_shown}
+            shown = {*self.blocks.screened(base, some)}
             wholes, parts = self._tried(base, (one for one in some if one in shown))
         whole, part = (min(trials, key=_likelihood, default=None) for trials in (wholes, parts))
         if whole is not None and not base.alternatives:

@@ -66,38 +66,24 @@ class Walked:
         return f"{last}; {self.lost} is the first that was not"
 
 
-@dataclass(frozen=True)
-class Right:
-    """What the checkpoint gives on the ids of a walk: its ``model``, its values by traced point, and what rounding explains."""
-
-    model: Model
-    exact: Mapping[str, Tensor]
-    rounding: Tolerance
-
-    @classmethod
-    def of(cls, reference: GPT2, ids: Tensor) -> Right:
-        """Return those of our model in float64 on ids (B, T), B and T at least 2."""
-        exact = trace(reference, ids)
-        model = Model(reference.state_dict(), reference.config, ids)
-        return cls(model, exact, measured(reference, ids, exact, torch.float32))
-
-
 @torch.no_grad()
 def search(
-    pool: Pool, own: Mapping[str, Tensor], right: Right, head: Tensor | None = None, progress: Progress = silent
+    pool: Pool, own: Mapping[str, Tensor], reference: GPT2, right: Model, head: Tensor | None = None, progress: Progress = silent
 ) -> Walked:
-    """Walk through the tensors in ``pool``, which a program computed on the ids of ``right``.
+    """Walk through the tensors in ``pool``, which a program computed on the ids of ``right``: B and T at least 2.
 
-    ``own``: the program's weights by the checkpoint's names. ``head`` (V, D): a head that is not the token embedding. Where the
-    pool's budget is spent the walk ends with what it has found.
+    ``own``: the program's weights by the checkpoint's names. ``reference``: our model in float64; ``right``: of its weights.
+    ``head`` (V, D): a head that is not the token embedding. Where the pool's budget is spent the walk ends with what it found.
     """
     weights = {name: tensor.detach().double() for name, tensor in own.items()}
     if not bool(weights["wpe.weight"].any()):  # no positions: it may add the checkpoint's, others, or none
-        weights["wpe.weight"] = right.model.state["wpe.weight"]
+        weights["wpe.weight"] = right.state["wpe.weight"]
     if head is not None:
         weights[HEAD] = head.double()
-    model = Model(weights, right.model.config, right.model.ids, budget=pool.budget)
-    return Search(pool, model, right.exact, progress, right.model, right.rounding).run()
+    model = Model(weights, right.config, right.ids, budget=pool.budget)
+    exact = right.always("exact", lambda: trace(reference, right.ids))
+    rounding = right.always("rounding", lambda: measured(reference, right.ids, exact, torch.float32))
+    return Search(pool, model, exact, progress, right, rounding).run()
 
 
 class Search:
@@ -244,8 +230,7 @@ class Search:
             return True
         base, first = self.blocks.block(0, x), set(FIRST)
         some = (one for one in self.explainer.inner if not first.isdisjoint(one.edits))
-        shown = (row.alternative for row in self.blocks.screened(base, some, FIRST[-1]) if row.is_shown)
-        trials = (self.blocks.tried(base, one) for one in shown)
+        trials = (self.blocks.tried(base, one) for one in self.blocks.screened(base, some, FIRST[-1]))
         return any(trial is not None and not first.isdisjoint(trial.seen) for trial in trials)
 
     def _other_embeddings(self, right: Tensor) -> Iterator[Candidate]:
