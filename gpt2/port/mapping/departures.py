@@ -89,8 +89,8 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
         words = "your attention mixes up heads and positions: view as (B, T, heads, size), transpose, and so back"
         yield cause("head-layout", words, Place(layer, "attn"))
     for layer, counts in anatomy.shared_heads.items():
-        names = ", ".join(name for name in ("queries", "keys", "values") if name[0] in counts)
-        few = f"{_counted(min(counts.values()))} of {' and '.join(names.rsplit(', ', 1))}"
+        what = ", ".join(name for name in ("queries", "keys", "values") if name[0] in counts)
+        few = f"{_counted(min(counts.values()))} of {' and '.join(what.rsplit(', ', 1))}"
         words = f"your attention's {heads} heads share {few}; each has its own in the checkpoint"
         yield cause("head-layout", words, *(Place(layer, "attn.c_attn", share) for share in counts), kind=SHARED)
     if anatomy.post_norm:

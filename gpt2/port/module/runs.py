@@ -55,7 +55,7 @@ class Runs:
                     f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
                 )
                 continue
-            logits = self._run(ids) if outputs else borrowed.widest(lambda ids=ids: [self._run(ids)])[0]
+            logits = self._run(ids) if outputs else borrowed.widest(lambda: [self._run(some[0])])[0]
             if isinstance(logits, Exception):
                 words = f"fails on ids of shape {tuple(ids.shape)}"
                 if not outputs:
