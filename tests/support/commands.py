@@ -29,8 +29,9 @@ def load_script(name: str) -> ModuleType:
 def watch_a_fork(command: list[str], folder: Path, limit: float, progress: object = None) -> int | None:
     """Do what `runner.watch` does in a fork, which need not import torch; tests of the runner itself start a real process."""
     flag, code, *arguments = command[command.index("-c") :]
-    stdin = "import os; os.dup2(os.pipe()[0], 0)\n"  # which does not end
-    process = forks.start(flag, stdin + code, *arguments)
+    begin = "import os, sys; os.dup2(os.pipe()[0], 0)\n"  # a stdin that does not end
+    begin += f"sys.dont_write_bytecode = {'-B' in command}\n"
+    process = forks.start(flag, begin + code, *arguments)
     try:
         return process.poll(min(limit, 120))
     finally:

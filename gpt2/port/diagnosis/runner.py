@@ -73,7 +73,7 @@ def run(
         if training is not None:
             order |= {"step_file": str(training.path), "step": training.name, "settings": list(settings)}
         (folder / "order.json").write_text(json.dumps(order))
-        command = [sys.executable, "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
+        command = [sys.executable, "-B", "-P", "-c", START, str(folder), str(Path(__file__).parents[3])]
         code = watch(command, folder, 2 * limits["whole"], progress)
         if not (folder / "answer.json").exists():
             raise InputError(f"{port.shown}: {_failure(folder, port, timeout, code)}")
