@@ -11,13 +11,11 @@ Shapes: streams (B, T, D); heads (B, H, T, K); scores and weights (B, H, T, S).
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Self, TypeVar, cast
 
 import torch
@@ -269,13 +267,6 @@ class Site:
         return torch.arange(keys) <= self.tokens
 
 
-def norms_alike(model: Model) -> set[str]:
-    """Return the norms with the numbers of another one, as norms without weight and bias: both give the same."""
-    names = [name.removesuffix(".weight") for name in model.state if ".ln_" in f".{name}" and name.endswith("weight")]
-    pairs = {name: torch.stack((model.state[f"{name}.weight"], model.state[f"{name}.bias"])) for name in names}
-    return {one for one, other in itertools.permutations(names, 2) if torch.equal(pairs[one], pairs[other])}
-
-
 def stage_of(point: str) -> str | None:
     """Return a traced point's node in its block: ``"h.3.attn.k"`` -> ``"attn.k"``, ``"h.3"`` -> ``""``; None outside."""
     if layer_of(point) is None:
@@ -290,8 +281,8 @@ def right_scale(config: GPT2Config, layer: int) -> float:
 
 
 def split(y: Tensor, heads: int) -> Tensor:
-    """Split (B, T, D) into heads (B, H, T, K)."""
-    return y.unflatten(-1, (heads, -1)).transpose(1, 2)
+    """Split (..., T, D) into heads (..., H, T, K)."""
+    return y.unflatten(-1, (heads, -1)).transpose(-2, -3)
 
 
 def merge(y: Tensor) -> Tensor:
@@ -380,36 +371,3 @@ class _Lazily(Mapping[str, Tensor]):
 def lazily(state: State, made: Callable[[str, Tensor], Tensor]) -> State:
     """Return nodes for a formula, each ``made`` of its name and value when it is read: of some twenty, a formula reads one."""
     return cast(State, _Lazily(state, made))
-
-
-def _of_program(batch: State, n: int, node: str, x: Tensor) -> Tensor:
-    return x[n] if node in batch else x
-
-
-def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int]) -> Tensor:
-    """Return a node of ``count`` programs (N, B, ...): by GPT-2's formula, and of those that replace it by their ``own``.
-
-    ``batch``: their nodes so far, in this layout; ``shared``: nodes (B, ...) that all of them have. Programs whose value has
-    another shape, or cannot be computed, are added to ``odd``.
-    """
-    if node == "embed":
-        made = batch["x"]
-    else:
-        read = {name: batch[name] if name in batch else torch.stack([shared[name]] * count) for name in READS.get(node, ("x",))}
-        made = RIGHT[node](c, {name: x.flatten(0, 1) for name, x in read.items()}).unflatten(0, (count, -1))
-    charge(c, node, made)
-    made = made.clone() if own else made
-    every = {**shared, **batch}
-    for n, formula in own.items():
-        if n in odd:
-            continue
-        try:
-            value = formula(c, lazily(every, partial(_of_program, batch, n)))
-        except (IndexError, RuntimeError):
-            value = made.new_empty(0)
-        charge(c, node, value, is_own=True)
-        if value.ndim == made.ndim - 1 and value.shape[1:] == made.shape[2:]:
-            made[n] = value.to(made.dtype)
-        else:
-            odd.add(n)
-    return made

@@ -7,14 +7,30 @@ later ones, a program costs little.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.graph import LAST, NODES, Edits, Entrance, Formula, Model, Program, in_rows, run_block
+from gpt2.port.graph import (
+    LAST,
+    NODES,
+    READS,
+    RIGHT,
+    Edits,
+    Entrance,
+    Formula,
+    Model,
+    Program,
+    Site,
+    State,
+    charge,
+    lazily,
+    run_block,
+)
 from gpt2.port.search.part import MIN_ROWS, Part
 
 DISTANCE = 12  # operators of a comparison
@@ -39,6 +55,39 @@ def by_node(every: Sequence[Edits]) -> dict[str, dict[int, Formula]]:
         for node, formula in edits.items():
             own.setdefault(node, {})[n] = formula
     return own
+
+
+def _of_program(batch: State, n: int, node: str, x: Tensor) -> Tensor:
+    return x[n] if node in batch else x
+
+
+def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int]) -> Tensor:
+    """Return a node of ``count`` programs (N, B, ...): by GPT-2's formula, and of those that replace it by their ``own``.
+
+    ``batch``: their nodes so far, in this layout; ``shared``: nodes (B, ...) that all of them have. Programs whose value has
+    another shape, or cannot be computed, are added to ``odd``.
+    """
+    if node == "embed":
+        made = batch["x"]
+    else:
+        read = {name: batch[name] if name in batch else torch.stack([shared[name]] * count) for name in READS.get(node, ("x",))}
+        made = RIGHT[node](c, {name: x.flatten(0, 1) for name, x in read.items()}).unflatten(0, (count, -1))
+    charge(c, node, made)
+    made = made.clone() if own else made
+    every = {**shared, **batch}
+    for n, formula in own.items():
+        if n in odd:
+            continue
+        try:
+            value = formula(c, lazily(every, partial(_of_program, batch, n)))
+        except (IndexError, RuntimeError):
+            value = made.new_empty(0)
+        charge(c, node, value, is_own=True)
+        if value.ndim == made.ndim - 1 and value.shape[1:] == made.shape[2:]:
+            made[n] = value.to(made.dtype)
+        else:
+            odd.add(n)
+    return made
 
 
 class Batch:

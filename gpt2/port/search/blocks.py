@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed, in_rows, norms_alike
-from gpt2.port.search.batch import by_node, rows_together
+from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
+from gpt2.port.search.batch import by_node, in_rows, rows_together
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
@@ -20,6 +21,13 @@ from gpt2.port.terms.tolerance import stored
 
 FIRST = ("ln_1", "attn.q", "attn.k", "attn.v")  # nodes that show a block's input
 WHOLE = "attn.scores"  # a node whose program's numbers are not taken: what it hides is written in many ways
+
+
+def _norms_alike(model: Model) -> set[str]:
+    """Return the norms with the numbers of another one, as norms without weight and bias: both give the same."""
+    names = [name.removesuffix(".weight") for name in model.state if ".ln_" in f".{name}" and name.endswith("weight")]
+    pairs = {name: torch.stack((model.state[f"{name}.weight"], model.state[f"{name}.bias"])) for name in names}
+    return {one for one, other in itertools.permutations(names, 2) if torch.equal(pairs[one], pairs[other])}
 
 
 def _descendants() -> dict[str, frozenset[str]]:
@@ -105,7 +113,7 @@ class Blocks:
         """
         following = layer + 1 if layer + 1 < self.layers else None
         wanted = FIRST if following is not None else ("ln_f",)
-        alike = self.model.always("alike", lambda: norms_alike(self.model))  # these show a stream, and not who reads it
+        alike = self.model.always("alike", lambda: _norms_alike(self.model))  # these show a stream, and not who reads it
         for some in dict.fromkeys(((), tuple(own), *self.known)):
             every = (one.at(following) for one in some)
             edits = {node: formula for one in every for node, formula in one.items() if node in wanted}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.fits.observed import Observed
-from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge
+from gpt2.port.graph import AXES, HEADED, PIECES, Model, merge, split
 from gpt2.port.recording.pool import FAULT_MARGIN, LOOKED, Pool
 from gpt2.port.terms.tolerance import UNITS, excess
 
@@ -61,7 +61,7 @@ class Observation:
     def _laid(self, node: str, value: Tensor) -> Tensor:
         """Return a node's value (..., B, T, D) as it is looked for: by heads, and scores without later tokens."""
         if node in HEADED and value.shape[-1] % self.heads == 0:
-            return value.unflatten(-1, (self.heads, -1)).transpose(-2, -3)
+            return split(value, self.heads)
         return value.tril() if node == "attn.scores" and value.shape[-1] == value.shape[-2] else value
 
     def has_size(self, node: str, value: Tensor) -> bool:

@@ -59,14 +59,16 @@ class Clip:
 
     def errors(self, held: Gradient, used: Gradient) -> dict[str, float]:
         """Return how far the gradient of each parameter that the update used is from what this clip makes of it, relative."""
-        sizes = self.kind.sizes(held) if self.kind and self.kind is not ENTRY else {}
-        factors = [self.share * min(1.0, self.limit / (self.share * sizes[n] + 1e-6)) if sizes else self.share for n in used]
+        factors = [self.share] * len(used)
+        if self.kind and self.kind is not ENTRY:
+            sizes = self.kind.sizes(held)
+            factors = [self.share * min(1.0, self.limit / (self.share * sizes[name] + 1e-6)) for name in used]
         wanted, made = [one.values for one in used.values()], [*torch._foreach_mul([held[n].values for n in used], factors)]
         if self.kind is ENTRY:
             made = [one.clamp(-self.limit, self.limit) for one in made]
         norms = torch._foreach_norm([*torch._foreach_sub(wanted, made), *wanted])
-        left, size = torch.stack(norms).view(2, -1).tolist()
-        return {name: one / max(all, 1e-300) for name, one, all in zip(used, left, size, strict=True)}
+        left, whole = torch.stack(norms).view(2, -1).tolist()
+        return {name: error / max(size, 1e-300) for name, error, size in zip(used, left, whole, strict=True)}
 
 
 def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
@@ -79,14 +81,12 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     if not groups:
         return Clip()
     pairs = [pair for group in groups for pair in group]
-    ratios = [
-        {n: float(x @ used[n].values) / size if (size := float((x := one.values) @ x)) else 1.0 for n, one in held.items()}
-        for held, used in pairs
-    ]
+    ratios = [{name: _ratio(one.values, used[name].values) for name, one in held.items()} for held, used in pairs]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
     for held, _ in pairs:  # as clipping saw them
-        for n, f in ((n, abs(f)) for n, f in outliers.items() if n in held):
-            held[n] = Sampled(f * held[n].values, (f * held[n].two, f * held[n].largest))
+        for name, factor in outliers.items():
+            if (one := held.get(name)) is not None:
+                held[name] = Sampled(abs(factor) * one.values, (abs(factor) * one.two, abs(factor) * one.largest))
     clip = _explained(pairs, small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0)
     if clip.odd and not (other := _explained(pairs, small[0])).odd:  # a scaled gradient may be clipped in its second call
         clip = other
@@ -112,6 +112,12 @@ def _both(update: Update) -> tuple[Gradient, Gradient]:
     """Return the gradients after the last backward pass and at the update, of the parameters that have both."""
     names = [n for n, one in update.held.items() if n in update.gradient and one.two != 0]
     return Gradient({name: update.held[name] for name in names}), Gradient({name: update.gradient[name] for name in names})
+
+
+def _ratio(held: torch.Tensor, used: torch.Tensor) -> float:
+    """Return by what ``held`` is multiplied, in the sense of least squares; 1 if it is zero."""
+    size = float(held @ held)
+    return float(held @ used) / size if size else 1.0
 
 
 def _most(found: dict[str, float]) -> float:
