@@ -1,16 +1,15 @@
-"""Make tokenizers: a byte-level BPE with GPT-2's own settings, from its vocabulary or trained on a text; words; characters."""
+"""Make a byte-level BPE with GPT-2's own settings: from its vocabulary and merges, or trained on a text."""
 
 import json
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
-from gpt2.data.byte_level import LETTER, N_BYTES, PATTERN, Merges, byte_alphabet, openai_byte_order
+from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import refuse_surrogates
@@ -90,38 +89,3 @@ def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
         raise too_few(vocab_size, text, len(merges), "merges")
     tokens = [*openai_byte_order(), *(a + b for a, b in merges), END_OF_TEXT]
     return made_bpe({token: i for i, token in enumerate(tokens)}, merges, [END_OF_TEXT], roles=ends(END_OF_TEXT))
-
-
-def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
-    """Return a tokenizer of the 256 bytes, the most frequent words of two bytes or more, each with the space before it, ties in
-    text order, and the end of text. Other words are encoded as bytes, so bits per byte compare with other models'.
-
-    For the library this is a byte-level BPE without merges that accepts whole pieces. Raises InputError: `vocab_size` below 257,
-    or too few words.
-    """
-    import regex  # also a dependency of tiktoken; `re` does not know \p{L}
-
-    wanted, alphabet = entries_wanted(vocab_size, text), byte_alphabet()
-    counts = Counter(piece for piece in regex.findall(PATTERN, text) if len(piece.encode()) > 1)
-    if len(counts) < wanted:
-        raise too_few(vocab_size, text, len(counts), "different words")
-    words = ("".join(alphabet[byte] for byte in word.encode()) for word, _ in counts.most_common(wanted))
-    tokens = [*openai_byte_order(), *words, END_OF_TEXT]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    return made_bpe(vocab, [], [END_OF_TEXT], roles=ends(END_OF_TEXT), ignore_merges=True)
-
-
-def chars_of(text: str) -> LibraryTokenizer:
-    """Return a tokenizer whose ids are the text's characters, in code point order. Raises InputError: none, or a surrogate.
-
-    So it is in nanoGPT's `shakespeare_char` and most from-scratch tutorials (65 ids for tiny Shakespeare). A text has about three
-    times as many tokens as with GPT-2's BPE.
-    """
-    refuse_surrogates(text)
-    if not text:
-        raise InputError("no characters to make a vocabulary of; give a text that is not empty")
-    table = {char: i for i, char in enumerate(sorted(set(text)))}
-    pipeline = Pipeline(models.WordLevel(table, unk_token="<unk>"))  # not in vocab: transformers then raises too
-    pipeline.pre_tokenizer = pre_tokenizers.Split(Regex(LETTER), "isolated")
-    pipeline.decoder = decoders.Fuse()
-    return LibraryTokenizer(pipeline)

@@ -18,7 +18,7 @@ from support.forks import Fork
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.data.bpe import chars_of
+from gpt2.data.chars import chars_of
 from gpt2.explore.lens import explorer
 
 PROMPT = "O Romeo,\nwherefore art"
