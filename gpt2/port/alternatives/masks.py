@@ -88,9 +88,10 @@ def masks(model: Model) -> Iterator[Alternative]:
     every = torch.arange(model.ids.shape[1])
     for words, (id, mask) in MASKS.items():
         yield _weighed(id, words, _seeing(mask), sees=TEXT if ahead(mask) else "")
-        if not bool(mask(every[:, None], every, 0).any(-1).all()):  # a token sees nothing
+        seen = mask(every[:, None], every, 0)
+        if not bool(seen.any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", _seeing(mask, -1e30))
-        if words.startswith(TURNED):
+        if not bool(seen.tril(-1).any()):  # no token sees the past: the mask is the wrong way round
             yield _weighed(id, f"{words}; hidden scores become {TINY:g}", _seeing(mask, TINY), rare=True)
     for fill in FILLS:
         words = f"masked scores become {fill:g}, which softmax gives a share, instead of minus infinity"

@@ -100,7 +100,8 @@ class Borrowed:
     def widest(self, call: Callable[[], list[Tensor | Exception]]) -> list[Tensor | Exception]:
         """Return what ``call`` returns in float64; if errors alone, with new tensors in float64 too, or in the own dtype.
 
-        A forward that makes tensors in torch's default dtype fails where they meet float64, or its least number.
+        A forward that makes tensors in torch's default dtype fails where they meet float64, or its least number. The default is
+        put back when the module is: until then, other threads of the process have it, too.
         """
         made = call()
         if isinstance(made[0], Exception) and self.failure is None and not any(isinstance(one, Tensor) for one in made):
