@@ -5,7 +5,7 @@
     python tools/step_table.py --flaws FILE         # also writes every flaw into a file
 
 Tiny models of random weights; nothing is fetched. A table on stderr, by style, then each step whose diagnosis has a flaw; the
-last line of stdout is JSON. The exit code is 1 if there is one.
+last line of stdout is JSON. The exit code is 1 if any diagnosis has a flaw.
 """
 
 from __future__ import annotations
