@@ -122,6 +122,21 @@ def test_heads_that_share_keys_are_filled(name, directory, model):
     assert any("4 heads share 2 heads of keys and values; each has" in problem for problem in report.problems)
 
 
+def test_positions_that_begin_too_late_are_named_though_no_text_shows_it(directory, model):
+    """A class that `diagnose` fills was EQUAL: the checkpoint's first row stood in its second, and the last nowhere."""
+    module = Faulty("heads", "position-offset").build(CONFIG, directory)  # it has a row more
+    assert gpt2.load_into(module, model).ok
+    assert diagnose(module, model).ok
+    module.positions = torch.nn.Embedding(CONFIG.n_positions, CONFIG.n_embd)
+    assert "position-offset at wpe: positions begin at row 1" in gpt2.load_into(module, model).problems[0]
+    assert [(cause.id, str(cause.place)) for cause in diagnose(module, model).causes] == [("position-offset", "wpe")]
+    module = Faulty("heads", "").build(CONFIG, directory)
+    module.positions = torch.nn.Embedding(11, CONFIG.n_embd)
+    gpt2.load_into(module, model)
+    assert diagnose(module, model).ok
+    assert f"11 positions, the checkpoint {CONFIG.n_positions}" in diagnose(module, model).table(120)
+
+
 def test_values_that_are_turned_are_filled(directory, model):
     """A stranger turns values in place of keys: half of their rows were left as they were, and the order of heads was blamed."""
     module = Faulty("italiano", "rotary-values").build(CONFIG, directory)

@@ -221,7 +221,7 @@ def test_more_rows_or_fewer_than_the_checkpoint_s_are_said() -> None:
     assert report.ok
     assert "your vocabulary is padded from 67 to 72 entries: the rest is zero" in report.notes
     assert not module.words.weight[67:].any()
-    assert "places.weight has more positions than the checkpoint's 23: the rest is left as it is" in report.notes
+    assert "places.weight has more rows than the checkpoint's 23 positions fill: the rest is left as it is" in report.notes
     assert torch.equal(module.places.weight[23:], rest)
 
 

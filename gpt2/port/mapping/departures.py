@@ -100,6 +100,13 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
         yield cause("extra-norm", "a norm that GPT-2 does not have", *(Place(None, name) for name in sorted(names)))
     if anatomy.positions is None and not any(part.part == "wpe" for part, _ in mapping.in_buffers):
         yield cause("position-missing", "your module has no learned positions", Place(None, "wpe"))
+    positions = anatomy.positions
+    if positions is not None and len(positions.rows) < config.n_positions:
+        region = anatomy.recording.source(int(positions.ids[0])).region
+        unread = int(positions.ids.min() - region.start) // int(positions.row_ids[1])  # rows before the first position
+        if unread and unread + len(positions.rows) >= config.n_positions:
+            words = f"positions begin at row {unread} of your table: {len(positions.rows):,} of {config.n_positions:,} have a row"
+            yield cause("position-offset", words, Place(None, "wpe"))
     if not anatomy.final_norm:
         yield cause("final-norm-missing", "your module has no last norm", Place(None, "ln_f"))
 

@@ -114,6 +114,9 @@ class Examination:
         padding, notes = padding_causes(first_logits, self.config)
         if first_logits.shape[1] < ids.shape[1]:
             notes.append("your module returns the logits of the last position alone, and these were compared")
+        if anatomy and anatomy.positions and (rows := len(anatomy.positions.rows)) < self.config.n_positions:
+            words = f"your module has {rows:,} positions, the checkpoint {self.config.n_positions:,}"
+            notes.append(f"{words}: longer texts were not compared")
         behaviour = Behaviour(self.module, same, self.runs)
         self.progress("trying your module alone, repeated, cached and padded")
         behaviour.test(ids.to(self.runs.device))
@@ -137,7 +140,8 @@ class Examination:
                     self.notes.append(f"your weights {words}, as folded norms do")
                 self.weight_causes, reference = unread, same
         if worst <= self.runs.bound:
-            return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *others])
+            lost = [cause for cause in self.structural if cause.id == "position-offset"]  # no text is long enough to show it
+            return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *lost, *others])
         wrong = next(number for number, error in enumerate(errors) if error > self.runs.bound)
         if wrong and changing:
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
