@@ -62,7 +62,8 @@ def other_rows(model: Model) -> Iterator[tuple[str, Rows, str]]:
         if n <= room - tokens:
             yield f"positions begin at row {n}, not at 0", lambda ids, room, n=n: _numbers(ids) + n, ""
         if n <= tokens:
-            yield f"positions begin at row -{n}, the end of the table", lambda ids, room, n=n: (_numbers(ids) - n) % room, ""
+            words = f"each token has the row {n} before its own, and the first ones the last rows of the table"
+            yield words, lambda ids, room, n=n: (_numbers(ids) - n) % room, ""
             yield f"positions lag by {n}", lambda ids, room, n=n: (_numbers(ids) - n).clamp(min=0), ""
     yield from ((words, rows, sees) for words, (rows, sees) in OTHER_ROWS.items())
 

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from gpt2.port.step.causes import StepFindings
+from gpt2.port.step.causes import FIXES, StepFindings
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.watching import Update, Watched
 from gpt2.port.terms.places import joined
@@ -309,7 +309,10 @@ class StepMoves:
         values = {name: decay for name, one in self.known.items() if (decay := one.decay) is not None}
         if coupled := [name for name in values if self.fits[name].rule.coupled]:
             how = "is added to the gradient, and so divided by the root of its second moment"
-            self._add("decay-coupled", f"{median(values[name] for name in coupled):.4g} times the parameter {how}", coupled)
+            detail = f"{median(values[name] for name in coupled):.4g} times the parameter {how}"
+            beta1, beta2 = self.settings.beta1 or rule.beta1, self.settings.beta2 or rule.beta2
+            fix = FIXES["decay-coupled"].replace("0.9, 0.95", f"{beta1:.6g}, {beta2:.6g}")
+            self._add("decay-coupled", detail, coupled, fix)
         self._decays(values, self.settings.weight_decay, bool(coupled))
         if self.kept:
             self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
