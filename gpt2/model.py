@@ -13,8 +13,6 @@ F feed-forward width, V vocabulary, P positions. Modules have the names that the
 a gradient and a traced activation share one name. This module reads no files, computes no loss and prints nothing.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -253,7 +251,7 @@ class GPT2(nn.Module):
         """Compute logits (..., V) from the output of :meth:`hidden` (..., D), one by each row of :attr:`head_table`."""
         return F.linear(hidden, self.head_table.weight)
 
-    def with_tables(self, change: Callable[[Tensor], Tensor]) -> GPT2:
+    def with_tables(self, change: Callable[[Tensor], Tensor]) -> "GPT2":
         """Replace the rows (V, D) of the token embedding, and of an untied head, by ``change`` of them; return the model."""
         for table in dict.fromkeys((self.wte, self.head_table)):
             table.weight = nn.Parameter(change(table.weight.detach()))
@@ -261,7 +259,7 @@ class GPT2(nn.Module):
         self.config = replace(self.config, vocab_size=len(self.wte.weight))
         return self
 
-    def use_attention(self, attend: AttentionFunction) -> GPT2:
+    def use_attention(self, attend: AttentionFunction) -> "GPT2":
         """Make every block compute attention with ``attend``, such as :func:`eager_attention`; return the model."""
         for block in self.h:
             block.attn.attend = attend

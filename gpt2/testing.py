@@ -1,7 +1,5 @@
 """Assert in a test that two models do the same: ``assert_same(a, b, kl=1e-3)``, as a function and as a pytest fixture."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
 
 def assert_same(
     a: str, b: str, *, on: str | None = None, tokens: int | None = None, cases: str | None = None, **limits: float
-) -> Comparison:
+) -> "Comparison":
     """Compare two models by name, and raise AssertionError where a limit is passed; return the comparison.
 
     Args:
@@ -50,6 +48,6 @@ def assert_same(
 
 
 @pytest.fixture(name="assert_same")
-def assert_same_fixture() -> Callable[..., Comparison]:
+def assert_same_fixture() -> "Callable[..., Comparison]":
     """Return :func:`assert_same`; a ``conftest.py`` with ``pytest_plugins = ["gpt2.testing"]`` offers it to all tests."""
     return assert_same

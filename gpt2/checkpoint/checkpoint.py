@@ -1,7 +1,5 @@
 """Open a model by name: find where it is, and make a Checkpoint of its files, of files plus a LoRA adapter, or of a seed."""
 
-from __future__ import annotations
-
 import os
 import re
 from abc import ABC, abstractmethod

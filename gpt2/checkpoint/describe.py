@@ -1,7 +1,5 @@
 """Describe a checkpoint without running it: config, memory, files and hashes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +24,7 @@ class File:
     sha256: str
 
     @classmethod
-    def of(cls, path: Path) -> File:
+    def of(cls, path: Path) -> "File":
         return cls(path.name, path.stat().st_size, sha256(path))
 
 

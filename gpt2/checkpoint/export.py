@@ -1,7 +1,5 @@
 """Export any model that loads: in Hugging Face's layout, as one GGUF file, or for llm.c."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path

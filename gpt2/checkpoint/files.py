@@ -5,8 +5,6 @@ config.json is there too, both must agree, because no tensor's shape shows the n
 without an error.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Mapping

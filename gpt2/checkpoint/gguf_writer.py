@@ -4,8 +4,6 @@ The file equals, byte for byte, what llama.cpp's convert_hf_to_gguf.py writes un
 biases and positions in float32; tensors in the order of their Hugging Face names.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 Our modules have Hugging Face's names, so those keys differ only by a prefix. Reading, writing and checking all use this table.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Container, Mapping
 from functools import lru_cache

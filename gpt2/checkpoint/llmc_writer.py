@@ -3,8 +3,6 @@
 Source: karpathy/llm.c, train_gpt2.py (write_model, write_tokenizer, write_state); layout: containers/llmc_file.py.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 
 import torch

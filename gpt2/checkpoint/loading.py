@@ -1,7 +1,5 @@
 """Load a model or its tokenizer by name: ``gpt2.load`` and ``gpt2.load_tokenizer``."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -4,8 +4,6 @@ Files differ in names (:mod:`gpt2.checkpoint.keys`), orientation and omissions. 
 the matrices that are not square: the square `attn.c_proj` fits both ways, so a decision per tensor would load it transposed.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

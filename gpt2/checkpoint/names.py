@@ -3,8 +3,6 @@
 Also the names that files of weights have, for folders and for the Hub.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Mapping
@@ -81,7 +79,7 @@ class ModelName:
         dtype: str | None = None,
         revision: str | None = None,
         activation: str | None = None,
-    ) -> ModelName:
+    ) -> "ModelName":
         """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"ckpt.pt:gelu"``. Raises InputError: unknown, contradictory."""
         try:
             text = os.fspath(text)

@@ -8,8 +8,6 @@ PEFT adapts the embedding and the head each for itself, also where the base ties
 own merge_and_unload() adds both to the one matrix, which is another model.
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """Write a model directory that transformers, vLLM, llama.cpp and CTranslate2 open without changes."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Compare two models' activations on one text, at every recorded point, with one block of each in memory at a time."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -8,8 +8,6 @@ KL does not add up: parts that each carry a little may carry more, or less, toge
 order from the embeddings to the last norm, where the last figure is that of all of b's weights.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -7,8 +7,6 @@ as in training, in the model's chat format where it has one; elsewhere a space i
 which label is likeliest after the text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace

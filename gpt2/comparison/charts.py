@@ -1,7 +1,5 @@
 """What a comparison's page alone shows: errors by layer, shaded texts and tables, and how it was made."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Sequence
@@ -36,7 +34,7 @@ def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> st
     lines: list[tuple[str, list[str], str, Any, float, str]] = [("stream", stream, B, "-", 2.2, "o")]
     lines += [("attention output", attn, INK, "-", 1.1, "s"), ("mlp output", mlp, INK, (0, (3, 2)), 1.1, "D")]
 
-    def draw(axes: Axes, wide: bool) -> None:
+    def draw(axes: "Axes", wide: bool) -> None:
         axes.plot(list(places.values()), list(value.values()), ".", color=MUTED, markersize=3, alpha=0.5)
         for text, points, ink, style, width, marker in lines:
             look: Any = {"color": ink, "linewidth": width, "linestyle": style, "markersize": 4.5 if width > 2 else 3.2}

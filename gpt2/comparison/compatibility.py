@@ -1,7 +1,5 @@
 """Decide which parts of two models can be compared, before anything runs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass, replace
@@ -79,7 +77,7 @@ class Compatibility:
     vocabularies: Vocabularies
     impossible: dict[str, str]
 
-    def without(self, parts: dict[str, str]) -> Compatibility:
+    def without(self, parts: dict[str, str]) -> "Compatibility":
         """Return it with further impossible parts."""
         return replace(self, impossible=self.impossible | parts)
 

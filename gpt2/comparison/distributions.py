@@ -9,8 +9,6 @@ Sources:
     [2] Lin, "Divergence measures based on the Shannon entropy", 1991: the Jensen-Shannon divergence, at most log 2.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

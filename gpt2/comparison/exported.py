@@ -7,8 +7,6 @@ its GELU from a table over float16, and rounds what it multiplies with an F16, B
 vec.h, vec_dot_type).
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import tempfile

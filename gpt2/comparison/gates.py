@@ -1,7 +1,5 @@
 """Judge a comparison by thresholds, such as ``kl>1e-3``: ``--fail-if``."""
 
-from __future__ import annotations
-
 import math
 import operator
 import re
@@ -75,7 +73,7 @@ class Gate:
     threshold: float
 
     @classmethod
-    def parse(cls, text: str) -> Gate:
+    def parse(cls, text: str) -> "Gate":
         """Read ``METRIC OP NUMBER``, such as ``kl>1e-3``; raises InputError, with the metrics and operators that exist."""
         parts = re.fullmatch(r"\s*(\w+)\s*(>=|<=|>|<)\s*(\S+)\s*", text)
         if parts is None:
@@ -93,7 +91,7 @@ class Gate:
     def __str__(self) -> str:
         return f"{self.metric}{self.op}{self.threshold:g}"
 
-    def judge(self, found: Comparison | Pair) -> Judgement:
+    def judge(self, found: Comparison | Pair) -> "Judgement":
         """Apply the condition; raises InputError if the metric was not measured of two models, or of one of several."""
         if (measured := METRICS[self.metric].read(found)) is None:
             of, instead = "", "; gate on another metric"

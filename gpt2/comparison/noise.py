@@ -1,7 +1,5 @@
 """The floor of noise: how far two right runs of one model part by rounding alone, and ``gpt2 compare --noise``."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Compare the first of several sides with each other one: a list of pairs, each with chosen parts. Two models are one pair."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import time

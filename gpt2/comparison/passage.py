@@ -1,7 +1,5 @@
 """The text of a comparison: its ids and windows, the bytes of its tokens, and what a report says of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -62,7 +60,7 @@ class Passage:
             lengths = torch.where(counts > 0, torch.bincount(self.ids, own, minlength=tokenizer.n_vocab) / counts, lengths)
         return lengths
 
-    def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> Passage:
+    def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> "Passage":
         """Return the same passage, whose ids are those of ``first``, in another tokenizer's. It must be known as text."""
         assert self.text is not None
         text = self.text.beginning(first, len(self.ids))

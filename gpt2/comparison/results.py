@@ -1,7 +1,5 @@
 """The results of comparing two models, or several with the first: frozen dataclasses with terminal tables and JSON."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

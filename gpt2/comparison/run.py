@@ -1,7 +1,5 @@
 """``gpt2.compare``: two models in every respect, or several against the first; a training run's folder is its checkpoints."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

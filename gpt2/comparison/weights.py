@@ -4,8 +4,6 @@ All sums are in float64. The rank of a difference reveals a LoRA: singular value
 that rounding alone could produce are not counted.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator

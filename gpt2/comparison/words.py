@@ -1,7 +1,5 @@
 """Show two models' differences as text: tokens with both predictions, the worst passages, and continuations of a prompt."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator

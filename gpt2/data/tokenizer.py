@@ -1,7 +1,5 @@
 """The base class of all tokenizers: tokens by id, the ids that end a text, and decoding."""
 
-from __future__ import annotations
-
 import json
 import os
 from abc import ABC, abstractmethod

@@ -1,7 +1,5 @@
 """Compare one computation on a device with float64 on the CPU: right, right in a coarser arithmetic, or wrong."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial

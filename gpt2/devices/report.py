@@ -1,7 +1,5 @@
 """The device verdict as frozen dataclasses, from which text and JSON are made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 

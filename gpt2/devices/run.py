@@ -1,7 +1,5 @@
 """``gpt2 verify --device``: judge what a device computes of a model, in every dtype."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Compute attention weights on a short text, for one model or for two and their difference."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

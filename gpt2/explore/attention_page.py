@@ -1,7 +1,5 @@
 """Attention weights of one model or two, with their table, their page and its pictures: a row per layer, a column per head."""
 
-from __future__ import annotations
-
 import base64
 import io
 import math

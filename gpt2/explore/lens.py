@@ -3,8 +3,6 @@
 Source: nostalgebraist, "interpreting GPT: the logit lens", 2020.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """What a logit lens saw, and its page: one self-contained file or, if served, one with a field for another prompt."""
 
-from __future__ import annotations
-
 import math
 import shlex
 from collections.abc import Iterator, Sequence

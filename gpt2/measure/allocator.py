@@ -1,7 +1,5 @@
 """Keep freed memory for the next step, or give it back to the system."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 from typing import Any

@@ -3,8 +3,6 @@
 Containers: ``.npz`` (without pickles), ``.safetensors``, a directory of ``.npy`` files, and llm.c's debug state (``.bin``).
 """
 
-from __future__ import annotations
-
 import math
 import os
 import zipfile

@@ -1,7 +1,5 @@
 """Compute PyTorch's fused operators from elementary steps, so that each step can be rounded as a kernel rounds it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

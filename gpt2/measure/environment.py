@@ -1,7 +1,5 @@
 """The environment of a measurement: what two reports must share to be compared."""
 
-from __future__ import annotations
-
 import os
 import platform
 import re

@@ -7,8 +7,6 @@ Sources:
     [3] Kish, "Survey Sampling", 1965: the design effect, by which correlated observations count for fewer independent ones.
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

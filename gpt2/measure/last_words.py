@@ -5,8 +5,6 @@ numbers use: the word includes the space before it, within the passage's own tok
 beginning; a word is correct if each of its tokens is the likeliest one; perplexity is per word. The GPT-2 paper's differs.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

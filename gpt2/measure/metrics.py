@@ -1,7 +1,5 @@
 """All metrics: errors between tensors, language scores, entropy. Reductions run in float64."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

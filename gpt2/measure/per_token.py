@@ -3,8 +3,6 @@
 :mod:`gpt2.comparison.distributions` computes the statistics.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -90,7 +88,7 @@ def measure_pair(
             done += len(targets)
         del logits_a, logits_b  # else two batches of each are alive while the next are computed
         progress(f"distributions: {done:,} of {len(ids) - 1:,} tokens")
-    names = [field.name for field in fields(Tokens) if field.type == "Tensor"]
+    names = [field.name for field in fields(Tokens) if field.type is Tensor]
     columns: dict[str, Any] = {name: torch.cat(column) for name, column in zip(names, zip(*parts, strict=True), strict=True)}
     return Tokens(**columns, windows=windows)
 

@@ -1,7 +1,5 @@
 """Run a model on another device, with ids and logits that stay on the CPU; what PyTorch lacks there."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar

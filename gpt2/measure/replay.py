@@ -4,8 +4,6 @@ Each gets the inputs of this run, so a wrong call does not make the later ones w
 (transposed, or a part of a larger tensor), and of a call in place all of that memory is the result.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

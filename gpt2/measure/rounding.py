@@ -28,8 +28,6 @@ Sources: Parker, "Monte Carlo arithmetic" (1997); Higham and Mary, "A new approa
 J. Sci. Comput., 2019), for the square root of K; Benford's law, for the distribution of mantissas.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager

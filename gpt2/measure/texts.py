@@ -26,8 +26,6 @@ Sources:
         Neither is reproduced here: the rules were not published.
 """
 
-from __future__ import annotations
-
 import hashlib
 import io
 import json
@@ -118,7 +116,7 @@ class Text:
             return tokenizer.lengths(self.documents[0])
         return [n for part in self.documents for n in (0, *tokenizer.lengths(part))]
 
-    def beginning(self, tokenizer: Tokenizer, count: int) -> Text:
+    def beginning(self, tokenizer: Tokenizer, count: int) -> "Text":
         """Return the text of the first ``count`` ids; of what lies in one document alone, no token stands before it."""
         kept, ends = list[str](), int(len(self.documents) > 1)
         for part in self.documents:

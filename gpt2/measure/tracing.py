@@ -14,8 +14,6 @@ recorded where eager attention calls softmax. In the order of computation:
     ln_f, logits
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Import a user's Python file, call its function, and find the logits in what the module returns."""
 
-from __future__ import annotations
-
 import importlib.util
 import inspect
 import math

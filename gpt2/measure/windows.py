@@ -1,7 +1,5 @@
 """Cut a text into windows, so that every token is predicted once and from a stated amount of context."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Placeholder colours become CSS variables, so one picture fits a light and a dark
 matplotlib is imported at the first picture, without the user's settings, and writes nothing to the home folder.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import os
@@ -88,7 +86,7 @@ def matplotlib_of_our_own(**settings: Any) -> Iterator[None]:
             yield
 
 
-def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure], None]) -> str:
+def svg(name: str, size: tuple[float, float], title: str, draw: "Callable[[Figure], None]") -> str:
     """Return one picture as an inline ``<svg>``; ``name`` makes its ids unique on the page."""
     from markupsafe import escape
 
@@ -112,7 +110,7 @@ def svg(name: str, size: tuple[float, float], title: str, draw: Callable[[Figure
     return re.sub(r"\s*\n\s*", "\n", text)
 
 
-def both(name: str, title: str, draw: Callable[[Axes, bool], None]) -> str:
+def both(name: str, title: str, draw: "Callable[[Axes, bool], None]") -> str:
     """Return the same chart for a wide screen and for a narrow one; the page's style shows one of them."""
 
     def one(kind: str, size: tuple[float, float]) -> str:
@@ -121,7 +119,7 @@ def both(name: str, title: str, draw: Callable[[Axes, bool], None]) -> str:
     return one("wide", WIDE) + one("narrow", NARROW)
 
 
-def logarithmic(axes: Axes) -> None:
+def logarithmic(axes: "Axes") -> None:
     """Make the y axis logarithmic, once its values are drawn, with three labels or more, such as 10⁻⁴ or 0.02."""
     from matplotlib.ticker import LogLocator, MaxNLocator
 

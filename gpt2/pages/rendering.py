@@ -3,8 +3,6 @@
 Security: a page is one self-contained file. Its content security policy allows no request, and only its own script, by hash.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import math
@@ -80,7 +78,7 @@ def short_names(a: str, b: str) -> tuple[str, str]:
     return ("A", "B") if names[0] == names[1] else (names[0], names[1])
 
 
-def pack_lower(maps: Tensor) -> str:
+def pack_lower(maps: "Tensor") -> str:
     """Encode attention weights (..., T, T) in base64: the lower triangle, row by row, one byte each, 255 for 1."""
     low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
     rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)

@@ -1,7 +1,5 @@
 """A report is a list of sections; a terminal and a page print the same ones. JSON is made of the results themselves."""
 
-from __future__ import annotations
-
 import io
 import json
 import math
@@ -9,11 +7,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, is_dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 if TYPE_CHECKING:
-    from pathlib import Path
-
     from rich.console import Console, RenderableType
 
 
@@ -69,7 +66,7 @@ class Section:
         """Whether this is a sentence in bold, which a page puts at its head."""
         return not self.title and any("bold" in style for _, style in pieces(self.note))
 
-    def printed(self) -> Iterator[RenderableType]:
+    def printed(self) -> "Iterator[RenderableType]":
         """Yield what a terminal shows of it, as rich's texts and tables."""
         from rich.text import Text
 
@@ -82,7 +79,7 @@ class Section:
         if self.columns:
             yield self._table()
 
-    def _table(self) -> RenderableType:
+    def _table(self) -> "RenderableType":
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -131,7 +128,7 @@ class Printed(ABC):
         """Return what the page's script needs."""
         return {}
 
-    def print(self, console: Console) -> None:
+    def print(self, console: "Console") -> None:
         """Write the report to a rich console."""
         for section in self.sections():
             for part in section.printed():

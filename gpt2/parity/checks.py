@@ -1,7 +1,5 @@
 """What verify compares: the token ids to run, the two models, and the checks of files, tokens and merged adapters."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Iterator
@@ -62,7 +60,7 @@ class Probe:
     long: Tensor
 
     @classmethod
-    def draw(cls, config: GPT2Config, seed: int, quick: bool = False) -> Probe:
+    def draw(cls, config: GPT2Config, seed: int, quick: bool = False) -> "Probe":
         """Draw the ids: enough windows to contain every id of the vocabulary once, as far as the budget allows, or one short."""
         generator = torch.Generator().manual_seed(seed)
         vocab, context = config.vocab_size, config.n_positions

@@ -1,7 +1,5 @@
 """What verify has found so far: points, check by check, in the order of the report."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 

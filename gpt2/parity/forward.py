@@ -1,7 +1,5 @@
 """The checks of a forward pass: activations, logits, cache, padding, rounding, greedy text."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence

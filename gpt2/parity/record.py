@@ -4,8 +4,6 @@ transformers and our model could share a mistake. These numbers come from projec
 has each with its source, protocol and tolerance. They are computed in float32, as most of them were.
 """
 
-from __future__ import annotations
-
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

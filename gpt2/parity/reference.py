@@ -1,7 +1,5 @@
 """Run transformers' GPT-2 as the reference on the same files. transformers is imported here and in gpt2/data/adapter.py."""
 
-from __future__ import annotations
-
 import gc
 import tempfile
 from collections.abc import Iterator

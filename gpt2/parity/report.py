@@ -1,7 +1,5 @@
 """The report of verify as frozen dataclasses, from which terminal text, JSON and HTML are made."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -245,7 +243,7 @@ class Report(Printed):
         here = f"Set here: {settings or 'nothing that is known to round'}; {remedy} and verify again"
         return f"this process computes {env.dtype} imprecisely: {error}, so nothing can be said of ours. {here}"
 
-    def so_far(self, stage: str, height: int) -> RenderableType:
+    def so_far(self, stage: str, height: int) -> "RenderableType":
         """Return what fits a terminal of ``height`` lines while the run goes on: the blocks, the checks, and the stage."""
         from rich.console import Group
 

@@ -1,7 +1,5 @@
 """Verify that our model equals transformers' model on the same files. README.md in this folder has the definition of equal."""
 
-from __future__ import annotations
-
 import copy
 import time
 from collections.abc import Callable

@@ -8,8 +8,6 @@ In training, a block keeps its input only. Its backward pass computes it again, 
 gradients are seen (gradient checkpointing: Chen et al., arXiv:1604.06174).
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Generator, Iterator
@@ -130,7 +128,7 @@ class Streamed:
                 layer = layer_of(name)
                 self.blocks[self.final if layer is None else layer][name] = parameter
 
-    def __enter__(self) -> Streamed:
+    def __enter__(self) -> "Streamed":
         self.stack = ExitStack()
         self.stack.enter_context(self._placed(self.outside, self.convert_outside))
         root = root_of(self.model)

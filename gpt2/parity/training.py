@@ -4,8 +4,6 @@ In float64, two long sequences. In ``dtype``, 2 to 16 short ones, each by itself
 sequence's error.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict
 from collections.abc import Callable

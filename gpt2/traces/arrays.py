@@ -1,7 +1,5 @@
 """Compute a trace's arrays: every intermediate of a forward pass, the loss, gradients, and parameters after optimizer steps."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Iterator, Mapping

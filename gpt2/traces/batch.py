@@ -1,7 +1,5 @@
 """Choose the token ids of a trace: from a file, from a text, or random ones for a model without a tokenizer."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,7 +31,7 @@ class TokenRows:
     source: str
 
     @classmethod
-    def of(cls, ids: Tensor, source: str, targets: Tensor | None = None) -> TokenRows:
+    def of(cls, ids: Tensor, source: str, targets: Tensor | None = None) -> "TokenRows":
         """Return rows of ids; each next id is the row's own, and the last one of a row is unknown unless ``targets`` has it."""
         if targets is None:
             targets = torch.cat((ids[:, 1:], ids.new_full((len(ids), 1), NO_TARGET)), dim=1)

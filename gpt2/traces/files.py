@@ -1,7 +1,5 @@
 """Write a trace's arrays: safetensors, npz, a directory of .npy files with an index, or llm.c's debug state."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

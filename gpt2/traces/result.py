@@ -1,7 +1,5 @@
 """The result of ``gpt2.trace``: arrays by name, and everything that is needed to compute them again."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """``gpt2.trace``: compute the reference's numbers on a few tokens, to compare another program with."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Show a run's metrics in TensorBoard and Weights & Biases, each an optional package, behind one interface."""
 
-from __future__ import annotations
-
 import json
 import secrets
 from collections.abc import Mapping

@@ -7,8 +7,6 @@ dropout masks, and with the same N a run is reproducible bit for bit.
 Sources: Li et al., "PyTorch Distributed" (DDP), 2020; Zhao et al., "PyTorch FSDP", 2023; `torch.distributed.fsdp.fully_shard`.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -251,7 +249,7 @@ def restore(optimizer: torch.optim.Optimizer, stored: dict[str, Tensor], ranks: 
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-def sharded(module: object) -> TypeGuard[FSDPModule]:
+def sharded(module: object) -> "TypeGuard[FSDPModule]":
     """Return whether FSDP keeps only a shard of this module's parameters on this rank."""
     return hasattr(module, "unshard")
 

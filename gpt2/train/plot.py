@@ -3,8 +3,6 @@
 Training loss is thin, held-out loss bold, the best step marked.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from pathlib import Path
@@ -63,7 +61,7 @@ def _units(runs: Sequence[Run]) -> str:
     return f"nats per {' or '.join(sorted(each))}"
 
 
-def _draw_losses(axes: Axes, run: Run) -> None:
+def _draw_losses(axes: "Axes", run: Run) -> None:
     if train := run.points("loss"):
         axes.plot(*zip(*train, strict=True), color=run.colour, lw=0.6, alpha=0.25)
         one = "." if len(train) == 1 else None  # a line of one point is not seen
@@ -83,7 +81,7 @@ def _smoothed(points: Points) -> tuple[list[float], list[float]]:
     return list(steps), list(losses)
 
 
-def _finish(axes: Axes, title: str, unit: str) -> None:
+def _finish(axes: "Axes", title: str, unit: str) -> None:
     """Label the axes."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)

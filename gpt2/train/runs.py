@@ -1,7 +1,5 @@
 """Runs as their folders show them: what the recipe says, and every line of ``metrics.jsonl``."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

@@ -6,8 +6,6 @@ cannot catch. So :func:`require_whole_files` checks the sizes before and within 
 ends the process. A conversion to another dtype maps nothing.
 """
 
-from __future__ import annotations
-
 import math
 import mmap
 import re

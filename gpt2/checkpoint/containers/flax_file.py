@@ -5,8 +5,6 @@ type 1 that holds its shape, the name of its dtype and its bytes, in C order. An
 GPT-2's largest has a third of that, so pieces are not read. Only the headers are read here: the arrays stay in the mapped file.
 """
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 

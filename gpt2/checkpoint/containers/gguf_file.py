@@ -5,8 +5,6 @@ then, aligned, the data (ggml-org/ggml, docs/gguf.md). Every count and length is
 The `gguf` package is not used: it makes a NumPy view per part of each token, and trusts counts up to 2**30.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Mapping
@@ -130,7 +128,7 @@ class GGUFFile(Container):
             raise Damaged(f"has {size:,} bytes where its directory says {end:,}")
         return entries
 
-    def _values(self, header: _Header, count: int) -> dict[str, Any]:
+    def _values(self, header: "_Header", count: int) -> dict[str, Any]:
         header.require(count, 13, "metadata values")  # at least a name's length, a type, a byte
         values: dict[str, Any] = {}
         for _ in range(count):

@@ -5,8 +5,6 @@ where the second name differs. Matrices are [in, out]; a Conv1D's bias is (1, n)
 `MappedFile` reads it there. Links to other files are not followed.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

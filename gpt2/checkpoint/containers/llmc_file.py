@@ -7,8 +7,6 @@ multiple of 128. Version 3 is float32, 5 is bfloat16; 1 is float32 without paddi
 are refused.
 """
 
-from __future__ import annotations
-
 import math
 import struct
 from collections.abc import Iterator

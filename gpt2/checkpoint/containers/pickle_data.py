@@ -7,8 +7,6 @@ such files could corrupt memory (CVE-2026-24747). Only the instructions of tenso
 protocols 2 to 5 (torch.save writes 2).
 """
 
-from __future__ import annotations
-
 import io
 import pickletools
 from copy import copy

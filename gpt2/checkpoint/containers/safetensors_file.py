@@ -7,8 +7,6 @@ The files of a sharded training run each hold some rows of every tensor. This is
 in ``.metadata``, a pickle, which runs code when read; it is refused.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import operator

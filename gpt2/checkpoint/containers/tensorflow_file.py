@@ -12,8 +12,6 @@ entry omits the prefix that its key shares with the key before, except at *resta
 The files are untrusted: blocks must follow each other and keys rise, so no byte is read twice and no key occurs twice.
 """
 
-from __future__ import annotations
-
 import re
 import struct
 from collections.abc import Iterator, Mapping

@@ -8,8 +8,6 @@ A pickle can run code, so it is read as data (`pickle_data.py`); every tensor mu
 Both forms are mapped, and an optimizer's state is never read.
 """
 
-from __future__ import annotations
-
 import io
 import pickle
 import struct

@@ -4,8 +4,6 @@ A tensor is a call of `torch._utils._rebuild_tensor_v2` with a storage, an offse
 `_reduce_ex_internal`); a parameter is a call of `_rebuild_parameter` with a tensor.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Mapping, Sequence

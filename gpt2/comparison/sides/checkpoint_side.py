@@ -1,7 +1,5 @@
 """The sides that are checkpoints: run by our implementation (MODEL) or by transformers (``hf/MODEL``). They show everything."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -42,7 +40,7 @@ class CheckpointSide(Side):
     @classmethod
     def open(
         cls, name: str, *, revision: str | None = None, offline: bool = False, dtype: str | None = None, device: str = "cpu"
-    ) -> CheckpointSide:
+    ) -> "CheckpointSide":
         """Open a name as :func:`gpt2.load` does, with an optional prefix ``hf/``; ``dtype`` is for a name that gives none."""
         hf = name.startswith(HF_PREFIX) and name != HF_PREFIX
         default, where = None if dtype is None else dtype_name(dtype, FLOATS), require_device(device)

@@ -1,7 +1,5 @@
 """The sides that another program runs: what they share, and llama.cpp, CTranslate2 and ONNX Runtime."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import importlib

@@ -1,7 +1,5 @@
 """Open the sides of a comparison, by name or as models in memory, and its text: where the kinds of sides are told apart."""
 
-from __future__ import annotations
-
 import re
 import weakref
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """``FILE.py:build``: somebody else's GPT-2 in PyTorch, built by a function in the user's file, as for ``gpt2 diagnose``."""
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from collections.abc import Callable, Container, Iterator

@@ -1,7 +1,5 @@
 """A side of a comparison: one context manager with ``config``, ``tokenizer``, ``weights``, ``blocks`` and ``logits``."""
 
-from __future__ import annotations
-
 import math
 import time
 from abc import ABC, abstractmethod
@@ -60,7 +58,7 @@ class ComparedModel:
         known = {name: path for name, path in self.paths.items() if isinstance(path, str) or path.exists()}
         return {name: path if isinstance(path, str) else sha256(path) for name, path in known.items()}
 
-    def hashed(self) -> ComparedModel:
+    def hashed(self) -> "ComparedModel":
         """Return the same, its files read now: they may be gone when a report is written."""
         return replace(self, paths=self.files)
 
@@ -103,7 +101,7 @@ class Side(ABC):
     tokenizer: Tokenizer | None = None  # its own; without one it reads its partner's ids
     files: Mapping[str, Path] = {}  # by name
     size: int | None = None  # bytes of its weights as stored, or in the dtype in which it runs; None where it has no files here
-    sides: Sequence[Side] = ()  # those of its comparison
+    sides: "Sequence[Side]" = ()  # those of its comparison
     seconds: float = 0.0  # in forward passes
     inputs: int = 0  # tokens that it was run on
     unnamed: float = 0.0  # the sum of what it gave to rows without a token

@@ -10,8 +10,6 @@ were run alone. In a file of ``--save`` N are the tokens, M the scored ones in t
 Its metadata's ``about`` is JSON: the side with its files' sha256, the text with its windows, versions and machine.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 from collections.abc import Iterator, Mapping
@@ -56,7 +54,7 @@ class TraceSide(Side):
     config: GPT2Config | None = None
 
     @classmethod
-    def open(cls, name: str) -> TraceSide:
+    def open(cls, name: str) -> "TraceSide":
         """Open ``trace:FILE``. Raises InputError, CheckpointError: nothing there, damaged, or nothing that can be compared."""
         path = user_path(name.removeprefix(PREFIX))
         if path.suffix != SUFFIX or not path.exists():
@@ -80,7 +78,7 @@ class TraceSide(Side):
         return side
 
     @classmethod
-    def _of(cls, name: str, file: SafetensorsFile, ids: Tensor) -> TraceSide:
+    def _of(cls, name: str, file: SafetensorsFile, ids: Tensor) -> "TraceSide":
         """Return the side of a file: one that ``--save`` wrote, or rows (B, T) by another program, ``gpt2 trace`` among them."""
         about: dict[str, Any] = {}
         with suppress(KeyError, ValueError, TypeError, RecursionError):  # what another program says is not read
