@@ -9,8 +9,6 @@ between the projections and the scores have no traced point.
 Shapes: streams (B, T, D); heads (B, H, T, K); scores and weights (B, H, T, S).
 """
 
-from __future__ import annotations
-
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -106,7 +104,7 @@ class Entrance:
     state: State
     after: int = -1
 
-    def cut(self, rows: int, tokens: int, dtype: torch.dtype) -> Entrance:
+    def cut(self, rows: int, tokens: int, dtype: torch.dtype) -> "Entrance":
         """Return the entrance on the first tokens of the first rows."""
         cut = {node: x[:rows, :, :tokens] if x.ndim == 4 else x[:rows, :tokens] for node, x in self.state.items()}
         cut |= {node: cut[node][..., :tokens] for node in SQUARE if node in cut}
@@ -145,7 +143,7 @@ class Model:
                 self._kept.popitem(last=False)
         return cast(Made, self._kept[key])
 
-    def site(self, layer: int, state: State | None = None) -> Site:
+    def site(self, layer: int, state: State | None = None) -> "Site":
         """Return the place of a block that computes all tokens of ``state`` at once."""
         tokens = self.ids.shape[1] if state is None or "x" not in state else state["x"].shape[1]
         return Site(self, layer, 0, tokens)
@@ -219,11 +217,11 @@ class Site:
         """Return what GPT-2 computes at a node from ``s``."""
         return RIGHT[node](self, s)
 
-    def at(self, layer: int) -> Site:
+    def at(self, layer: int) -> "Site":
         """Return the same place in another block."""
         return Site(self.model, layer, self.begin, self.end)
 
-    def call(self, begin: int, end: int) -> Site:
+    def call(self, begin: int, end: int) -> "Site":
         """Return the same block in a call."""
         return Site(self.model, self.layer, begin, end)
 

@@ -1,7 +1,5 @@
 """The table of what programs may do in place of GPT-2: a file for each kind of edit."""
 
-from __future__ import annotations
-
 from types import ModuleType
 
 from gpt2.port.alternatives import activations, attention, layouts, loading, masks, norms, outside, precision, wiring

@@ -1,7 +1,5 @@
 """Other activations, and activations where GPT-2 has none. A new function is one line of FUNCTIONS."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ A fault has one place in the code: a line of a table in a file beside this one, 
 How a text is read in calls is a factor of its own: :func:`scheduled` makes of any alternative one that is seen in such calls.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -172,7 +170,7 @@ class Schedule:
     which: Which = Which.ALL
 
     @classmethod
-    def of_prompt(cls, prompt: int, tokens: int, which: Which = Which.ALL) -> Schedule:
+    def of_prompt(cls, prompt: int, tokens: int, which: Which = Which.ALL) -> "Schedule":
         """Return the schedule of a prompt, and then single tokens."""
         words = f"from token {prompt} on, as in steps after a prompt"
         words = f"in the first {prompt} tokens alone, as in a prompt before single steps" if which is Which.FIRST else words

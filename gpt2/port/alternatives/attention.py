@@ -1,7 +1,5 @@
 """Other attention: factors of the scores, and what is compared with what."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

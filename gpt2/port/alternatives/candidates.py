@@ -1,7 +1,5 @@
 """What a program may do otherwise than GPT-2: alternatives, each in a block or outside the blocks, and how likely they are."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
@@ -106,7 +104,7 @@ class Candidate:
             return None
         return Program(blocks, outside, self.order, any(one.sees == ROWS for one, _ in self.sites))
 
-    def with_(self, other: Candidate) -> Candidate:
+    def with_(self, other: "Candidate") -> "Candidate":
         """Return both candidates' faults together."""
         sites = tuple(dict.fromkeys((*self.sites, *other.sites)))
         return Candidate(sites, self.order or other.order, (*self.head, *other.head))

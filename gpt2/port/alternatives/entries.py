@@ -1,7 +1,5 @@
 """Compare tensors regardless of the order of their entries, and list common misreadings of a checkpoint's tensor."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

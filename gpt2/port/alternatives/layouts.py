@@ -1,7 +1,5 @@
 """Values that are read by another index: how heads are cut and merged, and how many they are."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import partial

@@ -1,7 +1,5 @@
 """Parameters that are read otherwise than they lie in the checkpoint: turned, reordered, cut, from another place or none."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial

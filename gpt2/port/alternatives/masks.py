@@ -3,8 +3,6 @@
 A mask says which key j a query t sees; ``a`` is the first token of the call.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Other layer norms: formulas, epsilons, axes and numbers, each in all norms, in one of each block, or in the last."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping

@@ -1,7 +1,5 @@
 """What surrounds the blocks: tokens, positions, embeddings, the head's table, last steps, and the sequence of blocks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator, Sequence
 

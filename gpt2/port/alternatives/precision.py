@@ -1,7 +1,5 @@
 """Numbers in fewer bits: values at any node, parameters, alone and all together."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 A *sum* adds a branch to the stream. Each wrong sum is tried behind attention, behind the feed-forward, and behind both.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Parts are read for the last token of the probe, so that an element's id identifi
 GPT-2 computes the same when they are permuted consistently.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 

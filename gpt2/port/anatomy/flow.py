@@ -1,7 +1,5 @@
 """Follow each element of a recorded forward pass: the projection that it comes from, and what was added or multiplied since."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum

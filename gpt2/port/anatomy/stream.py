@@ -5,8 +5,6 @@ projections around it. Of the others, one that reads another projection's result
 layer.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property

@@ -5,8 +5,6 @@ which are compared with GPT-2's, by the right formula and by every known wrong o
 from call to call. What another program wrote: :mod:`gpt2.port.dump`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -28,13 +26,13 @@ __all__ = ["Cause", "Diagnosis", "Divergence", "diagnose"]
 
 
 def diagnose(
-    what: nn.Module | str | Path | Mapping[str, Any],
-    model: str | Path | GPT2 = DEFAULT,
+    what: "nn.Module | str | Path | Mapping[str, Any]",
+    model: "str | Path | GPT2" = DEFAULT,
     *,
     revision: str | None = None,
     offline: bool = False,
     fill: bool = False,
-    progress: Progress | None = None,
+    progress: "Progress | None" = None,
 ) -> Diagnosis:
     """Say why ``what``, any implementation of GPT-2, does not compute what ``model`` computes, or that it does.
 
@@ -92,7 +90,7 @@ def diagnose(
     return replace(diagnosis, checkpoint="a model" if isinstance(model, GPT2) else str(model), module=name or diagnosis.module)
 
 
-def examine_module(module: nn.Module, ours: GPT2, fill: bool, progress: Progress) -> tuple[Diagnosis, WeightMap | None]:
+def examine_module(module: "nn.Module", ours: "GPT2", fill: bool, progress: "Progress") -> "tuple[Diagnosis, WeightMap | None]":
     """Diagnose a module; return also which entry of the checkpoint fills each of its places, None if its parts are unknown."""
     import torch
 

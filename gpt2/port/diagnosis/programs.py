@@ -1,7 +1,5 @@
 """Run somebody's program, in any language, and diagnose the dump that it wrote: ``gpt2 diagnose --run``."""
 
-from __future__ import annotations
-
 import shlex
 import shutil
 import subprocess

@@ -4,8 +4,6 @@ The file may hang, crash, print or exit. Its output is not read, the answer come
 a stage takes too long. A failure is one line that names the user's line of code. If this process ends first, that one does too.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

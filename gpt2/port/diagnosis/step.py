@@ -5,8 +5,6 @@ trained on is read from the gradient of its logits. Then each stage is compared 
 gradients, their clipping, and the update of every parameter. So several faults are all found.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -24,9 +22,9 @@ __all__ = ["diagnose_step"]
 
 
 def diagnose_step(
-    module: nn.Module,
+    module: "nn.Module",
     make_step: Callable[[Any], Callable[[Any, Any], Any]],
-    model: str | GPT2 = DEFAULT,
+    model: "str | GPT2" = DEFAULT,
     *,
     settings: Iterable[str] | Mapping[str, object] = (),
     revision: str | None = None,

@@ -3,8 +3,6 @@
 The port's output is not read. A stage that takes too long ends the process, which does not wait for the port's threads.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import itertools

@@ -1,7 +1,5 @@
 """Find a dump's logits, and say which of its arrays hold which traced point of the right model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ A dump that holds most values is *walked* through, from one to the next; where n
 give them, *fits* read off what was computed. What is not recorded is *simulated*: known faults in our own forward pass.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a dump holds, if its program computed in one dtype: its arrays, those that are right, and what rounding explains."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cached_property
 

@@ -1,7 +1,5 @@
 """Examine a dump against a checkpoint: recognise its arrays, walk through them or simulate, and say what they show."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import replace

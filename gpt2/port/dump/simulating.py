@@ -4,8 +4,6 @@ Between two shown values, every known fault is tried; the search goes on behind 
 where nothing explains a part.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Fits are asked where no alternative of the table explains a node. Nothing here names a formula that the table has.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 

@@ -3,8 +3,6 @@
 Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,), a norm's (D,). ``rows``: tokens unlike GPT-2's.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import cached_property

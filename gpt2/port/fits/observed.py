@@ -4,8 +4,6 @@ Shapes: the result is laid out as the stage's own value, (B, T, D), (B, H, T, K)
 at which it is not GPT-2's.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace

@@ -3,8 +3,6 @@
 Shapes: (B, T, D); q, k (B, H, T, K); ids (B, T).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 

@@ -4,8 +4,6 @@ The module runs once while every operator is recorded; :mod:`gpt2.port.anatomy` 
 never by names. :mod:`.mapping` derives which entry belongs in each place; :class:`LogitsCheck` compares logits in float64.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

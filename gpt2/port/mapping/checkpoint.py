@@ -4,8 +4,6 @@ The recording shows sizes and heads. Epsilon, activation and the scaling of scor
 switch later parts off. Our model with all that must then give the module's own logits in float64.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import re

@@ -4,8 +4,6 @@ A new one goes into :func:`structural_causes`. :func:`gpt2.load_into` lists them
 walk does not reach the end.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Iterator, Mapping

@@ -1,7 +1,5 @@
 """Write a checkpoint's entries into a module's parameters, as the mapping says, and read a module's own entries back."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Compute which entry of the checkpoint belongs in each place of a port's parameters, from the positions of its parts."""
 
-from __future__ import annotations
-
 import bisect
 import itertools
 import re

@@ -1,7 +1,5 @@
 """The report of :func:`gpt2.load_into`, and what it lists: departures as causes, what is left over in module and checkpoint."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field

@@ -3,8 +3,6 @@
 What the usual mistakes with a cache give is computed: wrong positions and wrong masks of the tokens of later calls.
 """
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import math

@@ -1,7 +1,5 @@
 """Examine one port against one checkpoint: run all checks in order, and draw the conclusions."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress

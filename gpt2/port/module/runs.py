@@ -1,7 +1,5 @@
 """Run a module on ids that are drawn: its logits, in float64 where it can, and the error that its rounding makes, or may make."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """What the operators of a forward pass show where no cause explains its values: a line of ``SEEN`` each, seen and not proved."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Collection, Iterator
 from functools import partial

@@ -3,8 +3,6 @@
 A sum over bits, which ignores order, recognises reordered entries; then the common wrong orders are tried.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property

@@ -7,8 +7,6 @@ keep the ids. Nothing depends on names or module types. :mod:`.recorder` makes r
 slicing and writing in place need no code. Parameters are never written to; their ids follow from strides and take no memory.
 """
 
-from __future__ import annotations
-
 import bisect
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Intercept every operator that reaches a kernel: the base of all dispatch modes here, and a mode without randomness."""
 
-from __future__ import annotations
-
 import traceback
 from collections.abc import Callable
 from functools import cache

@@ -1,7 +1,5 @@
 """Call a user's module: borrow it in eval mode and in float64, find the logits, and disable fused operators."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -59,7 +57,7 @@ class Borrowed:
         self._swapped: dict[int, tuple[Tensor, Tensor]] = {}  # a tensor, and its original data
         self._inference = ExitStack()  # elsewhere torch refuses to change tensors that were made in inference mode
 
-    def __enter__(self) -> Borrowed:
+    def __enter__(self) -> "Borrowed":
         if any(tensor.is_inference() for tensor in self.tensors.values()):
             self._inference.enter_context(torch.inference_mode())
         self._default = torch.get_default_dtype()

@@ -4,8 +4,6 @@ Numbers are compared in sorted order, whole or in slices, because a port may tra
 float64 numbers do not agree to 1e-12 by chance.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections.abc import Collection, Mapping

@@ -5,8 +5,6 @@ results get new ids. A new operator goes into a set below, or into ``HANDLERS`` 
 native_functions.yaml.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

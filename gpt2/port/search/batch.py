@@ -4,8 +4,6 @@ Blocks before the first that one of them replaces are GPT-2's, and computed once
 later ones, a program costs little.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial

@@ -1,7 +1,5 @@
 """What a walk blames, where that moves the program and how far, and the causes that a report is made of."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

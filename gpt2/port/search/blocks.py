@@ -1,7 +1,5 @@
 """A block as some alternatives compute it, from a program's own values where they are found; and whether its values show it."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

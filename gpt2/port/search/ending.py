@@ -1,7 +1,5 @@
 """Read off how the logits follow from the last stream: by which norm and head, and what changes them in the end."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import torch

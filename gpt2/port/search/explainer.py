@@ -1,7 +1,5 @@
 """Explain a block: which alternatives, in a text that is read at once or in calls, or which fitted numbers give its values."""
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Iterable, Iterator

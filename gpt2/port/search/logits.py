@@ -1,7 +1,5 @@
 """Check a port's logits: their shape, columns beyond the vocabulary, and their difference from our model's."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

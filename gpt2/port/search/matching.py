@@ -3,8 +3,6 @@
 A program may have each known fault in all blocks, in one, in some, or outside them; at once, or in some calls of a text.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace

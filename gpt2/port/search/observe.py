@@ -1,7 +1,5 @@
 """Observe a program's values: find, by value, what it has at a node of the graph."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import operator

@@ -1,7 +1,5 @@
 """A part of a program between two tensors that it shows, and whether faults in our own forward pass give its values there."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping

@@ -6,8 +6,6 @@ computed from the node that it changes; then those in texts that are read in cal
 `blocks.py` computes and finds the nodes of a block, `explainer.py` explains one; here is what runs when, from ids to logits.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping

@@ -3,8 +3,6 @@
 What the comparison of each stage of a step shows is collected in :class:`StepFindings`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 

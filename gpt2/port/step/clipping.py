@@ -1,7 +1,5 @@
 """The clipping of a gradient: a table of ways, each tried on the gradients before it, and what is wrong with it."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,7 +1,5 @@
 """Examine one training step: run it from the checkpoint's weights in a few sessions, and compare it stage by stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress

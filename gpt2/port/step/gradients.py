@@ -1,7 +1,5 @@
 """The gradients of a module's parameters, beside those that a right backward pass makes of its own gradient of the logits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Run an author's training step from given weights, a few calls at a time, and put the module back as it was."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager

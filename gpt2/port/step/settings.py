@@ -1,7 +1,5 @@
 """The settings that a training step should have, by the keys of a recipe; what is not given is unknown."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
@@ -39,7 +37,7 @@ class StepSettings:
     padded: bool = False
 
     @classmethod
-    def of(cls, given: Iterable[str] | Mapping[str, object]) -> StepSettings:
+    def of(cls, given: Iterable[str] | Mapping[str, object]) -> "StepSettings":
         """Return the settings of ``key=value`` lines, or of a mapping from a recipe's keys to values.
 
         Raises:

@@ -6,8 +6,6 @@ c = 1 - b^t. A parameter p becomes p - rate direction - decay p; rate and decay 
 Everything is elementwise, so a sample of the entries is enough.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -82,7 +80,7 @@ class Track(NamedTuple):
     seen: NDArray[np.bool_]
 
     @property
-    def sample(self) -> Track:
+    def sample(self) -> "Track":
         """Entries whose gradients differ in size, with small ones, where eps shows."""
         size = np.abs(self.gradient).sum(0)
         order = np.argsort(size)[(size == 0).sum() if size.any() else 0 :]

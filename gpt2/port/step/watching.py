@@ -1,7 +1,5 @@
 """Watch a training step: gradients of the logits, each backward pass, and each update, at a sample of the parameters' entries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
@@ -177,7 +175,7 @@ class Watch(DeterministicMode):
         self._task = -1  # the autograd engine's number of the backward pass that runs
         self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
 
-    def __enter__(self) -> Watch:
+    def __enter__(self) -> "Watch":
         self._handles: list[RemovableHandle] = [self.module.register_forward_hook(self._forward, with_kwargs=True)]
         parts = (part for part in self.module.modules() if part is not self.module)
         self._handles += [part.register_forward_hook(self._part) for part in parts]

@@ -1,7 +1,5 @@
 """The limit of every search: how much it may compute, which is the same on every machine, and one limit of the clock."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -33,7 +31,7 @@ def few_threads(parameters: int) -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def of_model(parameters: int) -> Budget:
+def of_model(parameters: int) -> "Budget":
     """Return the budget for the diagnosis of a model of this size."""
     return Budget(WORK[parameters < SMALL], CLOCK)
 
@@ -49,7 +47,7 @@ class Budget:
     the same search ends at the same candidate on any machine, unless the clock, which is for machines of another kind, ends it.
     """
 
-    def __init__(self, work: float = math.inf, seconds: float = math.inf, of: Budget | None = None) -> None:
+    def __init__(self, work: float = math.inf, seconds: float = math.inf, of: "Budget | None" = None) -> None:
         self.whole: Budget = self if of is None else of.whole
         if of is None:
             self.done, self.seconds, self.deadline = 0.0, seconds, time.monotonic() + seconds
@@ -78,7 +76,7 @@ class Budget:
         limit = f"of {self.whole.seconds:g} s, because this machine is slow or busy" if self.late else "of work"
         return f"the search ended at its limit {limit}; not tried: {', '.join(untried)}"
 
-    def part(self, share: float) -> Budget:
+    def part(self, share: float) -> "Budget":
         """Return a limit of 1 of ``share`` parts of what is left."""
         return Budget(self.left / share, of=self)
 

@@ -6,8 +6,6 @@ The ids are a contract: ``--json`` prints them and other programs match on them.
 stream (B, T, D); ``q``, ``k``, ``v`` are (B, H, T, K); ``w`` is the checkpoint's tensor, stored [in, out].
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass, replace
 
@@ -139,7 +137,7 @@ class Cause:
     held: bool = False
 
     @classmethod
-    def at(cls, id: str, part: str, detail: str, kind: str = "", layer: int | None = None, mend: str | None = None) -> Cause:
+    def at(cls, id: str, part: str, detail: str, kind: str = "", layer: int | None = None, mend: str | None = None) -> "Cause":
         """Return what a program does at a part of a block, or outside the blocks."""
         return cls(id, (Place.at(layer, part),), detail, mend=mend, kind=kind)
 
@@ -147,7 +145,7 @@ class Cause:
     def place(self) -> Place:
         return self.places[0]
 
-    def within(self, layer: int) -> Cause:
+    def within(self, layer: int) -> "Cause":
         """Return the same in a block; what is outside the blocks stays there."""
         return replace(self, places=tuple(Place.at(layer, place.part, place.share) for place in self.places))
 

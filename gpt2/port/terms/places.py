@@ -1,7 +1,5 @@
 """Places in a GPT-2: a block's number and a part of the block, or a part outside the blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -26,12 +24,12 @@ class Place:
     others: int = 0
 
     @classmethod
-    def at(cls, layer: int | None, part: str, share: str = "") -> Place:
+    def at(cls, layer: int | None, part: str, share: str = "") -> "Place":
         """Return a part of a block; parts outside the blocks drop the layer."""
         return cls(None if part in OUTSIDE else layer, part, share)
 
     @classmethod
-    def of(cls, name: str) -> Place:
+    def of(cls, name: str) -> "Place":
         """Return the place with the name of a traced point or of a tensor."""
         layer = layer_of(name)
         return cls(layer, name if layer is None else name.removeprefix(f"h.{layer}").removeprefix("."))
@@ -52,14 +50,14 @@ class Place:
         return self.part.removesuffix(".weight").removesuffix(".bias")
 
     @property
-    def pattern(self) -> Place:
+    def pattern(self) -> "Place":
         return Place(None if self.layer is None else EVERY, self.part)
 
-    def each(self, layers: int) -> list[Place]:
+    def each(self, layers: int) -> "list[Place]":
         """Return this place in every block, if it stands for all."""
         return [replace(self, layer=layer) for layer in range(layers)] if self.layer == EVERY else [self]
 
-    def contains(self, other: Place) -> bool:
+    def contains(self, other: "Place") -> bool:
         """Return whether ``other`` is this place or a part of it, in the same block (EVERY matches all blocks)."""
         if self.layer != other.layer and (None in (self.layer, other.layer) or EVERY not in (self.layer, other.layer)):
             return False

@@ -1,7 +1,5 @@
 """Merge causes that are one fault, drop what follows from another one, and sort the others by their effect."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 

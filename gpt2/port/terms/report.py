@@ -1,7 +1,5 @@
 """The result of :func:`gpt2.diagnose`: frozen dataclasses, rendered as terminal text and as JSON."""
 
-from __future__ import annotations
-
 import json
 import textwrap
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """How far a right program's numbers may be from ours: by what rounding explains, and by how its dump stores them."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
