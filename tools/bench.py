@@ -7,8 +7,6 @@ of the next token; decoding is greedy steps after 64 tokens, with a cache. Ends 
 bench` is the short form, with loading; `bench_train.py` measures training.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import subprocess

@@ -7,8 +7,6 @@ AdamW, gradients clipped to a norm of 1. Ours is the step of `gpt2 train`, and o
 nanoGPT's that of its train.py around its unchanged model.py. Beside it, the share of the GEMM rate. Ends with one line of JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

@@ -4,8 +4,6 @@
 nanoGPT is given as a file; llama.cpp (`llama_cpp`) and CTranslate2 are measured where installed. All sides hold the same weights.
 """
 
-from __future__ import annotations
-
 import ctypes
 import importlib.util
 import multiprocessing

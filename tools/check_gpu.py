@@ -11,8 +11,6 @@ generation and a training step repeated, bit by bit. A part that fails is report
 H100. Exit code: 0 if all hold, else 1.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

@@ -7,8 +7,6 @@ each, the newest checkpoint is loaded as a resumed run does. Every run is compar
 but for times; a control has another seed. Exits 1 if a run differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

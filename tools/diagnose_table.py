@@ -8,8 +8,6 @@ Random weights of the size of trained ones; nothing is fetched. A table on stder
 diagnosis has a flaw; the last line of stdout is JSON.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

@@ -10,8 +10,6 @@ its own, with the weights of a tiny random checkpoint put in by `load_into`. The
 JSON. The exit code is 1 if any cause is missed or false.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -8,8 +8,6 @@ A search ends at its limit of work, not at one of time, so the lines are the sam
 CPU seconds go to stderr.
 """
 
-from __future__ import annotations
-
 import hashlib
 import random
 import statistics

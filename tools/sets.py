@@ -16,8 +16,6 @@ are drawn from the dump's name; so is the order within a set and level, so that 
 the logits (in float64) by less than four times the rounding of the right program's is not counted. Seconds are CPU seconds.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import itertools

@@ -8,8 +8,6 @@ Tiny models of random weights; nothing is fetched. A table on stderr, by style, 
 last line of stdout is JSON. The exit code is 1 if any diagnosis has a flaw.
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json

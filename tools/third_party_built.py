@@ -1,7 +1,5 @@
 """Builders of those GPT-2s in `third_party_faults.py` that a line of its table does not describe."""
 
-from __future__ import annotations
-
 import importlib
 import logging
 import os

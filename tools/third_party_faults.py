@@ -5,8 +5,6 @@ verdict was `equal`. A constant kept in float32 (sqrt(2/pi) of a GELU) is a note
 pinned to a commit. How a project is described: see `third_party_project.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path

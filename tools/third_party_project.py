@@ -7,8 +7,6 @@ its imports, classes and functions are executed). ``config`` is "" where the mod
 no such line describes has a function that builds it.
 """
 
-from __future__ import annotations
-
 import ast
 import importlib
 import importlib.util

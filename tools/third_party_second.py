@@ -5,8 +5,6 @@ and of Futtano has its constant in float32, which is a `gelu-variant` in the fir
 How a line is written: see `third_party_faults.py`.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import types

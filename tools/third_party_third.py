@@ -3,8 +3,6 @@
 The truth of each was read from its code, and this file written, before the engine was asked.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

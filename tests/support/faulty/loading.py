@@ -4,8 +4,6 @@ The weights have about the size of a trained GPT-2's: no score saturates, no nor
 wrong epsilon both show.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from operator import attrgetter

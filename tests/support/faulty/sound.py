@@ -1,7 +1,5 @@
 """A correct GPT-2 in one file: the control of all others here. `build(checkpoint_dir)` loads it, under its own names."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass
 from pathlib import Path

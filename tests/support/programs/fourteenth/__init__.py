@@ -5,8 +5,6 @@ are chosen by kind (orders of calls, indices, what is read, digits, formulas), b
 results.
 """
 
-from __future__ import annotations
-
 import json
 import tomllib
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 N tokens in a call, T in a text, D width, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 B rows, T tokens, D width, H heads, d the size of a head, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
