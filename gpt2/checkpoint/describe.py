@@ -45,19 +45,11 @@ class Description:
     not_finite: dict[str, int]  # parameter -> how many of its values are NaN, infinite, or too large for float32
 
     @property
-    def weights_bytes(self) -> int:
-        return self.config.num_parameters() * getattr(torch, self.dtype).itemsize
-
-    @property
-    def cache_bytes(self) -> int:
-        """The key-value cache's size for one full context."""
-        config = self.config
-        return 2 * config.n_layer * config.n_positions * config.n_embd * getattr(torch, self.dtype).itemsize
-
-    @property
-    def training_bytes(self) -> int:
-        """Weights, gradients and AdamW's two moments in float32, without activations."""
-        return 16 * self.config.num_parameters()
+    def memory_bytes(self) -> dict[str, int]:
+        """Of the weights; of the cache of one full context; of training in float32, with gradients and AdamW's two moments."""
+        config, itemsize, parameters = self.config, getattr(torch, self.dtype).itemsize, self.config.num_parameters()
+        cache = 2 * config.n_layer * config.n_positions * config.n_embd
+        return {"weights": parameters * itemsize, "cache": cache * itemsize, "training": 16 * parameters}
 
 
 def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Description:

@@ -21,24 +21,23 @@ def run(args: ModelSettings) -> int:
     from gpt2.measure.environment import environment
 
     description = describe(args.model, revision=args.revision, offline=args.offline)
-    config, memory = description.config, ("weights", "cache", "training")
+    config = description.config
     body = asdict(description) | {"environment": asdict(environment([])), "parameters": config.num_parameters()}
-    body |= {"parameters_by_part": config.parameters_by_part()}
-    body |= {"memory_bytes": {part: getattr(description, f"{part}_bytes") for part in memory}}
+    body |= {"parameters_by_part": config.parameters_by_part(), "memory_bytes": description.memory_bytes}
     return finish(args, body, printable(_text(description)))
 
 
 def _text(description: "Description") -> str:
-    config, total = description.config, description.config.num_parameters()
+    config, total, memory = description.config, description.config.num_parameters(), description.memory_bytes
     lines = [printable(description.name, one_line=True) + (f" @ {description.revision}" if description.revision else "")]
     lines += [f"  {printable(description.path, one_line=True)}"] if description.path else []
     lines += [f"  {line}" for line in (description.container, *description.notes)] if description.path else []
     lines += ["", "config", *(f"  {key:32} {value}" for key, value in asdict(config).items()), "", f"parameters  {total:,}"]
     lines += [f"  {part:32} {count:>13,}  {count / total:6.1%}" for part, count in config.parameters_by_part().items()]
     lines += ["", f"memory in {description.dtype}"]
-    lines += [f"  {'to run: weights':32} {size(description.weights_bytes):>13}"]
-    lines += [f"  {'        and a full cache':32} {size(description.cache_bytes):>13}"]
-    lines += [f"  {'to train: AdamW in float32':32} {size(description.training_bytes):>13}  activations come on top"]
+    lines += [f"  {'to run: weights':32} {size(memory['weights']):>13}"]
+    lines += [f"  {'        and a full cache':32} {size(memory['cache']):>13}"]
+    lines += [f"  {'to train: AdamW in float32':32} {size(memory['training']):>13}  activations come on top"]
     if description.files:
         lines += ["", f"files: {description.official}"]
         for file in description.files:

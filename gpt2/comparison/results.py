@@ -239,7 +239,7 @@ def _prediction(both: Distributions) -> str:
 def _weights(weights: WeightChanges) -> Section:
     rows = []
     for tensor in weights.most_changed():
-        rank = "" if tensor.rank is None else f"{tensor.rank} of {tensor.full_rank}"
+        rank = "" if tensor.rank is None else f"{tensor.rank} of {min(tensor.shape)}"
         sizes = f"{tensor.max_abs:.2g}", f"{tensor.cosine:.5f}", f"{tensor.unchanged:.1%}"
         rows.append((tensor.name, tensor.moved, *sizes, rank))
     titles = "tensor", "moved", "max", "cosine", "unchanged", "rank of change"

@@ -53,10 +53,6 @@ class TensorChange:
         return self.unchanged == 1.0
 
     @property
-    def full_rank(self) -> int:
-        return min(self.shape)
-
-    @property
     def moved(self) -> str:
         """``distance`` in words."""
         return "from zero" if self.distance == math.inf else f"{self.distance:.2%}"  # biases are initialised to zero

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from gpt2.comparison.sides.side import ComparedModel
@@ -75,7 +74,7 @@ class AttentionReport(Printed):
         note = "a row is a token: how its attention is divided among the tokens up to itself; colour is the root of the weight"
         if self.maps_b is not None:
             more = "B's weights minus A's: more in B is red, more in A blue; colour is the root, on one scale for all heads"
-            yield Section("B − A", more, chart=partial(picture, self.difference, self.tokens, signed=True))
+            yield Section("B − A", more, chart=partial(picture, self.maps_b - self.maps, self.tokens, signed=True))
             yield Section(f"B, {self.b}", note, chart=partial(picture, self.maps_b, self.tokens, signed=False))
         yield Section(f"A, {self.a}", note, chart=partial(picture, self.maps, self.tokens, signed=False))
         figures = numbers("looks back", "entropy", "previous", "first", "itself", *(["moved"] if self.b else []))
@@ -138,11 +137,6 @@ class AttentionReport(Printed):
             raise InputError(f"the text makes {len(self.tokens)} tokens, and {room}")
         maps = {side: pack_lower(weights) for side, weights in self._sides().items()}
         return {"heads": self.maps.size(1), "tokens": [visible(token) for token in self.tokens], "maps": maps}
-
-    @property
-    def difference(self) -> Tensor:
-        """b's weights minus a's; zero for one model."""
-        return torch.zeros_like(self.maps) if self.maps_b is None else self.maps_b - self.maps
 
 
 def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:

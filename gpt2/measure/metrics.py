@@ -161,12 +161,11 @@ def language_scores(
     parts: Sequence[Tensor | None],
     *,
     batch_size: int | None = 16,
-    vocab: int | None = None,
 ) -> list[LanguageScore]:
     """Score parts of a text's tokens (N,) in ``windows``: each a mask (N,), or None for all. An empty part has loss 0.
 
-    ``token_bytes`` (V,) are lengths; ``vocab`` drops padded logits; ``batch_size`` is in windows. Raises InputError: nothing to
-    predict, a context beyond the model's, or a stride that skips tokens.
+    ``token_bytes`` (V,) are lengths; ``batch_size`` is in windows. Raises InputError: nothing to predict, a context beyond the
+    model's, or a stride that skips tokens.
     """
     device: torch.device = ids.device
     evaluation: AbstractContextManager[None] = nullcontext()
@@ -178,12 +177,9 @@ def language_scores(
     with evaluation:
         for inputs, group in windows.batches(ids, batch_size):
             logits = model(inputs.to(device))  # (B, T, V)
-            if vocab is not None and logits.size(-1) < vocab:
-                sizes = f"the model knows {logits.size(-1)} tokens and the tokenizer {vocab}"
-                raise InputError(f"{sizes}; use the model's own tokenizer")
             for row, window in enumerate(group):
                 targets = ids[window.first + 1 : window.end + 1]
-                scored = logits[row : row + 1, window.first - window.start :, :vocab]
+                scored = logits[row : row + 1, window.first - window.start :]
                 losses = token_losses(scored, targets[None].to(logits.device))[0]
                 for index, mask in enumerate(parts):
                     own = ... if mask is None else mask[window.first + 1 : window.end + 1]

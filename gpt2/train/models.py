@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from gpt2.train.recipe import Recipe
 
 ADAPTER = "adapter"  # folder of the adapters beside a merged model
 NOISE = 0.01  # of a new token's row, in standard deviations of all rows
+Forward = Callable[..., torch.Tensor]
 
 
 def new(recipe: Recipe, tokenizer: Tokenizer) -> GPT2 | Bigram:
@@ -130,20 +132,14 @@ def prepare(model: GPT2 | Bigram, recipe: Recipe) -> None:
             module.attn_pdrop = recipe.attn_dropout
     for block in getattr(model, "h", ()):
         if recipe.compile:
-            block.forward = _compiled(block.forward)
-        if recipe.checkpointing:
-            block.forward = _checkpointed(block.forward)
+            block.forward = _in_training(torch.compile(block.forward, dynamic=False), block.forward)
+        if recipe.checkpointing:  # the backward pass computes the intermediates again
+            block.forward = _in_training(partial(checkpoint, block.forward, use_reentrant=False), block.forward)
 
 
-def _compiled(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Compile ``forward`` for training only, which has one shape; evaluations and samples have many."""
-    compiled = torch.compile(forward, dynamic=False)
-    return lambda *inputs: compiled(*inputs) if torch.is_grad_enabled() else forward(*inputs)
-
-
-def _checkpointed(forward: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Add activation checkpointing: the backward pass computes ``forward``'s intermediates again."""
-    return lambda *inputs: checkpoint(forward, *inputs, use_reentrant=False) if torch.is_grad_enabled() else forward(*inputs)
+def _in_training(changed: Forward, forward: Forward) -> Forward:
+    """Return what calls ``changed`` in training, whose inputs have one shape; in evaluations and samples ``forward``."""
+    return lambda *inputs: changed(*inputs) if torch.is_grad_enabled() else forward(*inputs)
 
 
 def sample(model: GPT2 | Bigram, tokenizer: Tokenizer, beginning: np.ndarray, recipe: Recipe) -> str:

@@ -5,7 +5,6 @@ import math
 
 import pytest
 import torch
-import torch.nn.functional as F
 from support.random_models import uneven_model
 
 from gpt2.data.bpe import train_bpe
@@ -168,17 +167,6 @@ def test_windows_score_every_token_but_the_first_once(context, stride):
             assert all(len(inputs) == len(group) <= (batch_size or 1024) for inputs, group in run)
             rows = [row for inputs, _ in run for row in inputs.tolist()]
             assert rows == [list(range(window.start, window.end)) for window in found]
-
-
-def test_a_padded_vocabulary_is_cut_before_it_is_normalised(ids):
-    """With 47 padding entries of 50,304, perplexity is not over the tokenizer's vocabulary."""
-    model, lengths = uneven_model(13), torch.arange(13)
-    expected = language_score(model, ids, lengths, Windows(8))
-    padded = lambda inputs: F.pad(model(inputs), (0, 3), value=40.0)  # noqa: E731
-    assert language_score(padded, ids, lengths, Windows(8), vocab=13) == expected
-    assert language_score(padded, ids, lengths, Windows(8)).loss > expected.loss + 10
-    with pytest.raises(InputError, match="the model knows 16 tokens and the tokenizer 17; use the model's own tokenizer"):
-        language_score(padded, ids, lengths, Windows(8), vocab=17)
 
 
 def test_bits_per_byte_of_characters_and_bpe_compare():

@@ -64,9 +64,7 @@ def test_activations_in_bf16_and_computed_again(checkpointing):
     """With bfloat16 and checkpointing gpt2-medium fits into 8 GB; an estimate without them would refuse it."""
     recipe = Recipe(batch_size=4, context=128, dropout=0.0, precision="bf16", checkpointing=checkpointing)
     model = sized(64, 8, 128)
-    if checkpointing:
-        for block in model.h:
-            block.forward = models._checkpointed(block.forward)
+    models.prepare(model, recipe)
     casts = sum(p.nbytes // 2 for p in model.parameters() if p.ndim > 1)
     measured = kept(model.train(), torch.zeros(4, 128, dtype=torch.long), "bf16")
     logits = 4 * 128 * 65 * (4 + 2) + 65 * 64 * 2
