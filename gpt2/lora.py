@@ -1,8 +1,7 @@
 """LoRA adapters (Hu et al., arXiv:2106.09685): low-rank matrices trained beside frozen projections.
 
 An adapted projection computes ``x W + b + s (x Aᵀ) Bᵀ`` with A (r, in), B (out, r) and s = alpha / r. B is initialised with
-zeros, so the adapted model first computes the same as the original. Merging makes a plain projection with the weight ``W + s Aᵀ
-Bᵀ``.
+zeros, so the adapted model first computes the same as the original. Merging makes a projection with the weight ``W + s Aᵀ Bᵀ``.
 
 Shapes: W is [in, out] as in the rest of the model; A and B are [out, in], as in PEFT.
 """

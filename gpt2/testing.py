@@ -26,8 +26,7 @@ def assert_same(
 
     Raises:
         AssertionError: a limit is passed: each with its figure and interval.
-        InputError: no limit, an unknown one, or one that cannot be measured between these models; or as for
-            :func:`gpt2.compare`.
+        InputError: no limit, an unknown one, or one that cannot be measured here; or as for :func:`gpt2.compare`.
     """
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate

@@ -1,8 +1,7 @@
 """Open what lies at a path: the container of the weights, the file that holds each tensor, and the config.
 
 Some containers state their sizes: nanoGPT's `model_args`, OpenAI's `hparams.json`, GGUF's metadata, llm.c's header. If
-config.json is there too, both must agree, because no tensor's shape shows the number of heads: a wrong number would load
-without an error.
+config.json is there too, both must agree: no tensor's shape shows the number of heads, and a wrong one would load.
 """
 
 import os
@@ -12,15 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from gpt2.checkpoint.containers import (
-    Container,
-    MappedFile,
-    gguf_file,
-    listed,
-    read_json,
-    refuse_other_format,
-    shown,
-)
+from gpt2.checkpoint.containers import Container, MappedFile, gguf_file, listed, read_json, refuse_other_format, shown
 from gpt2.checkpoint.containers.flax_file import FlaxFile
 from gpt2.checkpoint.containers.gguf_file import GGUFFile
 from gpt2.checkpoint.containers.keras_file import SIGNATURE, KerasFile

@@ -189,9 +189,7 @@ def _encoded(rows: Tensor, kind: Format, name: str) -> Tensor:
 
 
 def _quantised(rows: Tensor) -> Tensor:
-    """Quantise float32 to Q8_0 as ggml-quants.c does, but a block with a scale that underflows in float16 becomes zeros:
-    otherwise writing the same weights again would give other bytes.
-    """
+    """Quantise float32 to Q8_0 as ggml-quants.c does; zeros where float16 rounds a scale to 0, to be written alike twice."""
     blocks = rows.reshape(-1, 32)
     scales = blocks.abs().amax(1, keepdim=True) / 127
     stored = scales.half()

@@ -51,8 +51,6 @@ EMPTY = (
     "empty, as DeepSpeed ZeRO-3 leaves them where a process saves its own state dict; run zero_to_fp32.py, which DeepSpeed wrote "
     "beside its checkpoints, and give what that writes"
 )
-
-
 Files = Mapping[str, Container]  # key -> the open file that holds it
 
 

@@ -94,8 +94,9 @@ def sha256(path: Path) -> str:
 
 
 def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
-    """Return in which file ``directory`` is not what its manifest (name -> sha256) states, or which ``needed`` one that does not
-    list; "" if in none. The card is not compared, because people edit it.
+    """Return how ``directory`` differs from its manifest (name -> sha256), which lists the ``needed`` files; "" if it does not.
+
+    The card is not compared, because people edit it.
     """
     try:
         manifest = json.loads(read_all(directory / MANIFEST))

@@ -127,8 +127,7 @@ def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility
     """Decide before anything runs what can be measured on ids (N,) of a's tokenizer.
 
     ``parts`` are those of which all is measured: weights tensor by tensor, activations, and of logits also words and the floor of
-    noise. Else it is the distributions, and how far the weights moved. A config may be unknown. Raises InputError: nothing of the
-    two can be matched.
+    noise. Else it is the distributions, and how far the weights moved. A config may be unknown. Raises InputError: nothing fits.
     """
     vocabularies, differing, tokens = compare_vocabularies(a.tokenizer, b.tokenizer, ids), _differing(a.config, b.config), {}
     if a.config is not None and b.config is not None and vocabularies.verdict == "none":

@@ -1,7 +1,6 @@
 """Statistics of two models' next-token distributions on one text: divergences and perplexities, with intervals.
 
-``a`` is the reference: KL(a||b) is the loss from using ``b`` instead. llama.cpp's ``--kl-divergence`` calls ``a`` base and
-``b`` Q.
+``a`` is the reference: KL(a||b) is the loss from using ``b`` instead. llama.cpp's ``--kl-divergence`` calls them base and Q.
 
 Sources:
     [1] llama.cpp, tools/perplexity: KL against a base model with percentiles, the change in probability of the right token, the

@@ -44,8 +44,6 @@ PACKAGES = {  # module -> (program, what installs it, the format that it opens);
     "gguf": ("gguf package", "pip install gguf", "gguf"),
     "llama_cpp": ("llama.cpp", "pip install 'gpt2-toolkit[llamacpp]'", "gguf"),
 }
-
-
 Outcome = tuple[float | None, float | None, bool | None, str]  # all of Opened but its program
 
 

@@ -24,8 +24,6 @@ STEP = re.compile(r"step-(\d+)")
 TEXTS = "texts are read as on='my.jsonl', one {\"text\": ...} a line; ids of your own, with their logits, as trace:FILE"
 MODULES = "for another torch.nn.Module give FILE.py:build, or gpt2.checkpoint_of(module).load()"
 Given = str | os.PathLike[str] | GPT2  # a model or its name
-
-
 P = ParamSpec("P")
 
 

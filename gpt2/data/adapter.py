@@ -108,8 +108,7 @@ class AutoTokenizer(Tokenizer):
         return [end - start for start, end in pairwise([0, *ends[:-1], total])] if ends else []
 
     def decode(self, ids: Iterable[int]) -> str:
-        text: str = self.tokenizer.decode(self._known(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
+        return self.tokenizer.decode(self._known(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
         return self.decode(ids).encode()

@@ -64,8 +64,7 @@ class Core:
     def __init__(self, vocab: Mapping[str, int], merges: Merges) -> None:
         import tiktoken
 
-        # Ranks: the bytes in id order, then the merges; other tokens have none. tiktoken uses ranks as ids, so other ids need
-        # a table.
+        # Ranks: the bytes in id order, then the merges; other tokens have none. tiktoken's ids are ranks; others need a table.
         ranked = sorted(byte_alphabet(), key=vocab.__getitem__) + [a + b for a, b in merges]
         ids = [vocab[token] for token in ranked]
         self._ids = None if ids == list(range(len(ids))) else ids  # rank -> id; None if they are equal
@@ -122,8 +121,7 @@ def core(backend: Backend, vocab: Mapping[str, int], merges: Merges | None) -> C
 
 def state(part: Any) -> dict[str, Any]:
     """Return a part of a `tokenizers` pipeline as its JSON says it; {} for none."""
-    found: dict[str, Any] = {} if part is None else json.loads(part.__getstate__())
-    return found
+    return {} if part is None else json.loads(part.__getstate__())
 
 
 def has_long_run(text: str) -> bool:

@@ -21,7 +21,6 @@ NAMED = (*TEXTS, *TABLES, ".json")  # a folder's .json files are settings more o
 BOUNDARY = re.compile(rf"(?m:^){re.escape(END_OF_TEXT)}\r?\n|{re.escape(END_OF_TEXT)}")
 HELD_OUT = "held_out.jsonl"  # in a run's folder: the documents that it never trains on
 LINE_ENDS = r"line ends \r\n and \r are read as \n"
-
 WHOLE = 8  # bytes of memory for a character of a text that is read whole: its pieces and ids too
 PIECE = 1 << 20  # characters of a text that is read in pieces
 

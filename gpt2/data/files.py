@@ -24,7 +24,6 @@ TOKENIZER_FILES = (
 )
 # Every file beside the weights in the Hub's layout; repositories also hold copies for TensorFlow, Flax, Rust and ONNX.
 SMALL = ("config.json", "generation_config.json", "chat.json", *TOKENIZER_FILES)
-
 LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the others: those of an earlier tokenizer are removed
 
 # Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.
@@ -41,9 +40,7 @@ def warn_once(message: str) -> None:
 
 
 def opened(path: str | os.PathLike[str], **form: Any) -> Any:
-    """Open a file as :func:`open` does, to read. Raises OSError: also for a pipe, a socket or a device, from which a read may
-    wait, or grow, without end.
-    """
+    """Open a file as :func:`open` does, to read. Raises OSError: also for a pipe, a socket or a device, which may never end."""
     waits_not = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # noqa: E731 - Windows has none
     file = open(path, **{"mode": "rb", **form}, opener=waits_not)  # noqa: SIM115
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -113,9 +110,7 @@ def read_json(path: Path) -> object:
 
 
 def stated_ends(folder: Path) -> tuple[int, ...] | None:
-    """Return the ids at which generation_config.json, else config.json, says that a text ends (``eos_token_id``: one, a list, or
-    null for none); None if neither says it.
-    """
+    """Return the ``eos_token_id`` (one, a list, or null) of generation_config.json, else config.json; None if neither has it."""
     for name in ("generation_config.json", "config.json"):
         content = read_json(folder / name) if os.path.lexists(folder / name) else None
         if isinstance(content, dict) and "eos_token_id" in content:

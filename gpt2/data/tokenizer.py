@@ -131,8 +131,7 @@ class Tokenizer(ABC):
     def save(self, directory: str | os.PathLike[str], *, n_positions: int = 1024) -> list[Path]:
         """Write the files that :func:`gpt2.data.from_directory` and transformers read; return their paths.
 
-        Files that were read are written back unchanged. `n_positions` becomes the others' `model_max_length`, above which
-        transformers warns.
+        Files that were read are written back unchanged. `n_positions` becomes the `model_max_length` of the others.
         """
         texts = self.texts(n_positions)
         for name in (*files.LEGACY, chat.FILE):
@@ -169,15 +168,11 @@ class Tokenizer(ABC):
         return self.decode([token_id]) if self.holds(token_id) else f"[{token_id}]"
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD (:meth:`decode_bytes` is
-        exact).
-        """
+        """Return the text of `ids`, special tokens included; bytes that are not UTF-8 become U+FFFD (:meth:`decode_bytes`)."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def decode_bytes(self, ids: Iterable[int]) -> bytes:
-        """Return the bytes of `ids` (a list, or a 1-d array or tensor). Raises InputError: an id without a token, as of padded
-        rows.
-        """
+        """Return the bytes of `ids` (a list, or a 1-d array or tensor). Raises InputError: an id without a token."""
         return b"".join([self._bytes[i] or b"" for i in self._known(ids)])
 
     def _known(self, ids: Iterable[int]) -> list[int]:

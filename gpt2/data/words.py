@@ -9,11 +9,11 @@ from gpt2.data.library import LibraryTokenizer
 
 
 def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
-    """Return a tokenizer of the 256 bytes, the most frequent words of two bytes or more, each with the space before it, ties in
-    text order, and the end of text. Other words are encoded as bytes, so bits per byte compare with other models'.
+    """Return a tokenizer of the 256 bytes, the most frequent words of two bytes or more, and the end of text.
 
-    For the library this is a byte-level BPE without merges that accepts whole pieces. Raises InputError: `vocab_size` below 257,
-    or too few words.
+    Words have the space before them, ties are in text order. Other words are bytes, so bits per byte compare with other models'.
+    For the library it is a byte-level BPE without merges that accepts whole pieces. Raises InputError: `vocab_size` below 257, or
+    too few words.
     """
     import regex  # also a dependency of tiktoken; `re` does not know \p{L}
 

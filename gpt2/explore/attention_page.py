@@ -27,8 +27,7 @@ class Head:
     """Where one head attends, as a mean over all tokens but the first.
 
     ``distance`` is in tokens, ``entropy`` in nats; ``previous``, ``first`` and ``itself`` are the shares of attention on the
-    token before, the first token and the token itself. ``moved`` is the total variation distance of a's and b's rows, 0 to 1,
-    or None.
+    token before, the first token and the token itself. ``moved`` is the total variation distance of a's and b's rows, or None.
     """
 
     layer: int

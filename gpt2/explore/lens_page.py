@@ -38,15 +38,13 @@ class Reading:
 
 @dataclass(frozen=True)
 class Lens:
-    """One model's pass over ``tokens``: ``readings[p][t]`` is of position t at ``points[p]`` ("embed", "h.0", ...), the last
-    being the model's prediction; ``attention`` is (layers, heads, T, T), float32.
-    """
+    """One model's pass over ``tokens``: ``readings[p][t]`` is of position t at ``points[p]`` ("embed", "h.0", ...)."""
 
     model: ComparedModel
     tokens: tuple[str, ...]
     points: tuple[str, ...]
-    readings: tuple[tuple[Reading, ...], ...]
-    attention: Tensor = field(repr=False, compare=False)
+    readings: tuple[tuple[Reading, ...], ...]  # those of the last point are the model's predictions
+    attention: Tensor = field(repr=False, compare=False)  # (layers, heads, T, T), float32
 
 
 @dataclass(frozen=True)

@@ -139,8 +139,6 @@ LAST_WORD = Protocol(
     "the last word of each passage, right where each of its tokens is the likeliest, as in lm-evaluation-harness",
     "LAMBADA in OpenAI's form (the GPT-2 paper's figures filter stop words: another protocol)",
 )
-
-
 Opened = tuple[str, str, tuple[str, ...]]  # source, text, passages
 Opener = Callable[[dict[str, str], bool], Opened]  # (options, offline) -> the text
 

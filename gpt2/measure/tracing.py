@@ -131,9 +131,7 @@ def trace_steps(model: nn.Module, ids: Tensor, emit: Callable[[Recorded], None])
 
 
 def stepwise(walk: Callable[[Callable[[T], None]], object]) -> Generator[T]:
-    """Yield what ``walk`` gives to the function that it is called with. ``walk`` runs in a thread that waits in between, so that
-    several computations advance side by side, one at a time.
-    """
+    """Yield what ``walk`` gives to its argument. It runs in a thread that waits in between: so several advance side by side."""
     steps: SimpleQueue[tuple[T] | BaseException | None] = SimpleQueue()
     onwards: SimpleQueue[bool] = SimpleQueue()
 

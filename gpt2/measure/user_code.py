@@ -58,8 +58,7 @@ def function_of(file: Path, name: str) -> Callable[..., Any]:
     sys.argv = [str(file)]
     for module in list(sys.modules.values()):
         if getattr(module, "__file__", None) == str(file) and callable(getattr(module, name, None)):
-            known: Callable[..., Any] = getattr(module, name)
-            return known
+            return getattr(module, name)
     sys.path.insert(0, str(file.parent))
     module_name = file.stem if file.stem.isidentifier() and file.stem not in sys.modules else f"port_{abs(hash(file))}"
     spec = importlib.util.spec_from_file_location(module_name, file)
@@ -109,8 +108,7 @@ def logits_of(output: Any, ids: Tensor, vocabulary: int | None = None) -> Tensor
     """Return the logits (B, T', V) in what a module returned for ``ids`` (B, T); raise ValueError if there are none.
 
     They are ``output.logits``, else the tensor that has a row for each token or sequence, and as many columns as the
-    ``vocabulary``, or more where it is padded; if no tensor has, the first of three axes, or of two. Flattened logits (B * T, V)
-    get their axes back.
+    ``vocabulary``, or more where it is padded; if no tensor has, the first of three axes, or two. (B * T, V) becomes (B, T, V).
     """
     named = output.get("logits") if isinstance(output, dict) else getattr(output, "logits", None)
     inside = dict(output) if isinstance(output, dict) else getattr(output, "__dict__", None) or output

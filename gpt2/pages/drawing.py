@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 LEVELS = 17  # shades from "equal" to the largest difference
-
 WIDE, NARROW = (10.6, 3.2), (3.6, 2.9)  # inches of 100 px
-
 INK, MUTED, RULE, B = (f"#00000{n}" for n in range(1, 5))
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", B: "--b"}
 

@@ -202,16 +202,14 @@ def hidden_of(model: nn.Module, ids: Tensor) -> Tensor:
     """Return what the final norm gives (B, T, D), by the model's own code."""
     if isinstance(model, GPT2):
         return model.hidden(ids)
-    hidden: Tensor = model.get_submodule("transformer")(ids, use_cache=False).last_hidden_state
-    return hidden
+    return model.get_submodule("transformer")(ids, use_cache=False).last_hidden_state
 
 
 def head_of(model: nn.Module, hidden: Tensor) -> Tensor:
     """Return the logits (B, T, V) of what the final norm gives, by the model's own code."""
     if isinstance(model, GPT2):
         return model.head(hidden)
-    logits: Tensor = model.get_submodule("lm_head")(hidden)
-    return logits
+    return model.get_submodule("lm_head")(hidden)
 
 
 def weights(subject: Subject) -> None:
@@ -267,9 +265,7 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
 
 
 def tokens(subject: Subject) -> None:
-    """Compare the ids and texts of both tokenizers on samples: of a text, with its special tokens, and of a prompt with its
-    template.
-    """
+    """Compare the ids and texts of both tokenizers on samples, also with special tokens, and with a prompt's template."""
     findings, ours = subject.findings, subject.checkpoint.own_tokenizer()
     if ours is None:
         findings.skipped["tokens"] = "the model comes without a tokenizer"

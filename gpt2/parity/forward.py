@@ -45,20 +45,17 @@ def forward(subject: Subject) -> None:
 
 
 class SampleErrors(NamedTuple):
-    """What one sample with random errors is off by: at the final norm, in the logits of each way of reading the first rows, and
-    the largest logit's error of the last row at the positions that chose a text.
-    """
+    """What one sample with random errors is off by."""
 
-    hidden: float
-    ways: list[float]
-    largest: float
+    hidden: float  # at the final norm
+    ways: list[float]  # in the logits of each way of reading the first rows
+    largest: float  # the largest error of a logit of the last row, where a text was chosen
 
 
 def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor, Tensor, list[SampleErrors]]:
     """Compare all models at every point, block by block.
 
-    Return transformers' logits in float64, its best ids in ``dtype`` of the last row (T,), and the errors of each sample with
-    noise.
+    Return transformers' logits in float64, its best ids in ``dtype`` of the last row (T,), and each noisy sample's errors.
     """
     findings, label, what = subject.findings, dtype_label(subject.dtype), "float64: activations"
 
@@ -205,8 +202,7 @@ def _read(
         return model(ids, cache=cache, attention_mask=seen)
     real = torch.ones(1, end, dtype=torch.long) if seen is None else seen
     positions = (real.cumsum(-1) - 1).clamp(min=0)[:, start:]
-    found: Tensor = model(ids, cache, attention_mask=seen, position_ids=positions, use_cache=cache is not None).logits
-    return found
+    return model(ids, cache, attention_mask=seen, position_ids=positions, use_cache=cache is not None).logits
 
 
 def _windows(subject: Subject, noise: Sequence[float]) -> None:

@@ -47,9 +47,7 @@ class Point:
 
     @property
     def imprecise(self) -> bool:
-        """Whether this process computes imprecisely: transformers' own error is more than a machine's may be, or over the bound
-        where ours does not hold.
-        """
+        """Whether this process is imprecise: transformers errs more than a machine may, or over the bound where ours fails."""
         return self.reference_error is not None and not self.reference_error <= (self._most if self.ok else self.bound)
 
     @property
@@ -130,8 +128,9 @@ class Report(Printed):
 
     @property
     def imprecise(self) -> Point | None:
-        """The first point that shows that this process computes imprecisely, if no other check fails: of a forward pass, or where
-        ours errs as transformers' does. (In training, a near-tie in a softmax may make one model's error large.)
+        """The first point that shows that this process computes imprecisely, if no other check fails.
+
+        In training, where a near-tie in a softmax may make one model's error large, only where ours errs as transformers' does.
         """
         if any(not check.ok for check in self.checks if check.kind != ROUNDING):
             return None

@@ -34,8 +34,6 @@ from gpt2.parity.training import gradients, rounded_gradients
 
 MORE_DRAWS = 8  # times as many runs with random errors, before rounding errors make a model differ
 MORE_BYTES = 1e9  # of a large model fewer, but two: each has a gradient of the embedding in float64
-
-
 P = ParamSpec("P")
 
 

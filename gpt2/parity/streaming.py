@@ -1,8 +1,7 @@
 """Run a whole model, ours or transformers', in another dtype with the weights of one block at a time.
 
 The model's own ``forward`` and ``backward`` run; only the memory of its parameters changes. When a block is entered, its
-parameters get values in the dtype of the run, and afterwards the stored ones. Code that keeps its own copy of a weight would
-fail.
+parameters get values in the dtype of the run, and afterwards the stored ones. Code that keeps a copy of a weight would fail.
 
 In training, a block keeps its input only. Its backward pass computes it again, one sequence at a time, so that each sequence's
 gradients are seen (gradient checkpointing: Chen et al., arXiv:1604.06174).
@@ -26,8 +25,6 @@ T = TypeVar("T")
 Walk = Callable[[Callable[[T], None]], object]
 Weights = dict[str, nn.Parameter]
 Receive = Callable[[int, int, dict[str, Tensor], Weights], None]  # (layer, sequence, its gradients, the block's parameters)
-
-
 TURN = local()  # ``wait``: what a thread calls before a block, to let others compute the same one: it is converted once
 
 
@@ -158,8 +155,7 @@ class Streamed:
 
     def _forward(self, layer: int, run: Callable[..., Tensor], x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         if torch.is_grad_enabled():
-            result: Tensor = _Block.apply(x, self.anchor, self, layer, run, args, kwargs)  # type: ignore[no-untyped-call]
-            return result
+            return _Block.apply(x, self.anchor, self, layer, run, args, kwargs)  # type: ignore[no-untyped-call]
         return self.compute(layer, run, x, args, kwargs)
 
     def compute(self, layer: int, run: Callable[..., Tensor], x: Tensor, args: Any, kwargs: Any) -> Tensor:

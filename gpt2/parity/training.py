@@ -1,7 +1,6 @@
 """The checks of training: loss, every parameter's gradient, and AdamW steps, ours against transformers', block by block.
 
-In float64, two long sequences. In ``dtype``, 2 to 16 short ones, each by itself: one near-tie in a softmax may decide a
-sequence's error.
+In float64, two long sequences. In ``dtype``, 2 to 16 short ones, each by itself: a near-tie in a softmax may decide its error.
 """
 
 import math
@@ -135,8 +134,7 @@ def _change(start: Tensor, gradients: list[Tensor]) -> Tensor:
 
 
 def gradients(subject: Subject) -> None:
-    """Compare loss, gradients and AdamW steps in float64, and that ``parameters()``, of which clipping takes the norm, lists each
-    parameter once whose gradient was compared, and no other."""
+    """Compare loss, gradients and AdamW steps in float64, and that clipping's norm is of each of these parameters once."""
     findings, sequences = subject.findings, subject.probe.long
     models = {"transformers": subject.reference, "ours": subject.ours}
     walks = [
@@ -172,8 +170,7 @@ def gradients(subject: Subject) -> None:
 def rounded_gradients(subject: Subject) -> None:
     """Compare loss, gradients and AdamW steps in ``dtype`` with the float64 run, for both models.
 
-    A few sequences are enough for a parameter if our error in each is within the bound; else the root mean square over all
-    decides.
+    A few sequences are enough for a parameter if our error in each is within the bound; else the root mean square of all decides.
     """
     findings, sequences = subject.findings, subject.probe.short
     errors: Errors = defaultdict(lambda: tuple([] for _ in range(3 + subject.draws)))
@@ -184,9 +181,7 @@ def rounded_gradients(subject: Subject) -> None:
 
 
 def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> None:
-    """Add the points of these sequences that are decided; the errors of the others stay in ``errors``, where the ``last``
-    sequences decide all.
-    """
+    """Add the points that these sequences decide, the ``last`` ones all; the errors of the others stay in ``errors``."""
     findings, label, undecided = subject.findings, dtype_label(subject.dtype), set(errors)
     exact = partial(subject.exactly, subject.reference, "float64: gradients of short sequences, transformers")
     walks = [_backward(subject.reference, sequences, exact)]

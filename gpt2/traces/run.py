@@ -21,7 +21,6 @@ from gpt2.traces.batch import NO_TARGET, TokenRows, as_rows, default_batch, read
 from gpt2.traces.result import Trace
 
 STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
-
 MAX_STEPS = 1000
 Ids = str | Path | Tensor | np.ndarray | list[int] | list[list[int]]
 

@@ -42,8 +42,7 @@ class Bigram(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Return logits (B, T, V) for token ids (B, T)."""
-        logits: Tensor = self.wte(ids.to(self.wte.weight.device))
-        return logits
+        return self.wte(ids.to(self.wte.weight.device))
 
     @torch.inference_mode()
     def sample(self, ids: list[int], max_new_tokens: int, seed: int) -> list[int]:

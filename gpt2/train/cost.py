@@ -26,8 +26,7 @@ MEASURE_SECONDS = 0.1  # per dtype
 
 
 def peak_memory(model: GPT2 | Bigram, recipe: Recipe, shards: int = 1) -> int:
-    """Estimate the bytes of weights, gradients, AdamW's moments and the activations of one part of a batch, without PyTorch's
-    own.
+    """Estimate the bytes of weights, gradients, AdamW's moments and one part's activations, without PyTorch's own.
 
     Measured peaks were 0.99 to 1.08 times this (gpt2's shape, float32, CPU; `tools/bench_train.py`).
     """

@@ -31,9 +31,7 @@ class Scores(NamedTuple):
 
 
 def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> Scores:
-    """Score the validation text; the ranks share its windows, which are those of training. The end-of-text token counts as no
-    bytes.
-    """
+    """Score the validation text; the ranks share its windows, those of training. The end-of-text token has no bytes."""
     if isinstance(model, Classifier) and text.val_marks is not None:
         loss, table = confusion(model, text.val_ids, text.val_marks, recipe.context, recipe.batch_size)
         return Scores(LanguageScore(loss, sum(map(sum, table)), 0, recipe.context, recipe.context), None, (), table)

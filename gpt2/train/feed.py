@@ -14,8 +14,7 @@ from gpt2.train.recipe import Recipe
 class StepRows(NamedTuple):
     """This rank's rows of a step, int64: inputs ``x`` and targets ``y`` (rows, context), of which some may be :data:`UNSCORED`.
 
-    ``documents`` (rows, context) is given where documents of a row are kept apart. ``scored`` (rows,) counts scored targets, on
-    the CPU.
+    ``documents`` (rows, context) is given where documents are kept apart. ``scored`` (rows,), on the CPU, counts scored targets.
     """
 
     x: Tensor
@@ -25,8 +24,7 @@ class StepRows(NamedTuple):
 
 
 class Feed:
-    """Each step's :class:`StepRows`, a function of ``ids``, ``marks``, recipe and step; documents that end with ``end`` are kept
-    apart.
+    """Each step's :class:`StepRows`, a function of ``ids``, ``marks``, recipe and step; ``end`` parts documents.
 
     On a GPU :meth:`ahead` sends the next step's windows from pinned memory while this step runs; on a CPU it does nothing.
     """

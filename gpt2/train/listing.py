@@ -29,9 +29,7 @@ class Stretch:
 
 @dataclass(frozen=True)
 class Listing:
-    """What a recipe would train on. Of ``longer`` documents with more than ``context`` tokens (None: not counted), ``lost`` have
-    prompts that long. ``windows`` are the first of step 1, as parts in order.
-    """
+    """What a recipe would train on; ``windows`` are the first of step 1, as parts in order."""
 
     documents: int
     train_tokens: int
@@ -40,8 +38,8 @@ class Listing:
     val_scored: int
     context: int
     padded: bool
-    longer: int | None
-    lost: int
+    longer: int | None  # documents with more than ``context`` tokens; None: not counted
+    lost: int  # of these, those with prompts that long
     notes: tuple[str, ...]
     windows: tuple[tuple[Stretch, ...], ...]
 

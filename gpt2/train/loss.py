@@ -32,8 +32,7 @@ class WithLoss(nn.Module):
         self.model, self.partial = model, partial
 
     def forward(self, ids: Tensor, targets: Tensor, documents: Tensor | None = None) -> Tensor:
-        """Return the mean cross-entropy, nats per scored token, of ``targets`` (B, T) after ``ids`` (B, T); 0 without a scored
-        token.
+        """Return the mean cross-entropy of ``targets`` (B, T) after ``ids`` (B, T), nats per scored token; 0 without any.
 
         Targets below 0 are not scored: their logits are not computed. ``documents`` (B, T) as in :meth:`GPT2.hidden`.
         """
@@ -50,8 +49,7 @@ class WithLoss(nn.Module):
         hidden = self.model.hidden(ids, rows=rows, documents=documents).flatten(0, 1)
         if scored is not None and len(scored) < len(targets):
             hidden, targets = hidden[scored], targets[scored]
-        loss: Tensor = _Loss.apply(hidden, table, targets, tie)  # type: ignore[no-untyped-call]
-        return loss
+        return _Loss.apply(hidden, table, targets, tie)  # type: ignore[no-untyped-call]
 
 
 def even(rows: Tensor, n_vocab: int) -> tuple[Tensor, ...]:

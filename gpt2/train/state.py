@@ -2,8 +2,7 @@
 
 The folder holds ``recipe.json``, ``metrics.jsonl``, ``step-N/`` (the newest two, with all that resuming needs) and ``best/`` (the
 lowest validation loss). ``gpt2.load`` and transformers open ``step-N/`` and ``best/`` (of an FSDP run's ``step-N/``,
-:mod:`gpt2.train.shards`, only ``gpt2.load``). A run resumes from the newest checkpoint whose files all match the sha256 of its
-manifest.
+:mod:`gpt2.train.shards`, only ``gpt2.load``). A run resumes from the newest checkpoint whose files all match its manifest.
 
 A run that trains adapters writes the frozen weights once, to ``base/``. Its ``step-N/`` holds only the adapters, in PEFT's
 layout; ``best/`` holds the merged model, and its adapters in ``adapter/``.
@@ -63,8 +62,6 @@ KEPT_TEXT = 1 << 24  # characters of held-out documents that a run's folder keep
 SHAPE = ("init ", "model.", "data.tokenizer ", "data.vocab_size ", "data.add_tokens ")  # keys that decide the model itself
 # Keys of a recipe that do not change what it computes, or only how sums are rounded.
 NOT_COMPARED = ("name", "description", "expect", "takes", "needs_init", "tensorboard", "wandb", "device", "parallel")
-
-
 Files = Mapping[str, bytes | Iterable[bytes | memoryview]]  # name -> content, or its pieces in order
 
 
@@ -116,9 +113,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def resumable(folder: Path, recipe: Recipe, init: str | None, fresh: bool) -> Recipe | None:
-    """Return ``recipe`` with the precision of the run in ``folder``; None: a new run. More steps are the same run. Raises
-    InputError.
-    """
+    """Return ``recipe`` with the precision of the run in ``folder``, which may have fewer steps; None: a new run."""
     try:
         raw = json.loads(read_all(folder / RECIPE))
     except FileNotFoundError:

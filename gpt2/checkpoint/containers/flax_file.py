@@ -92,8 +92,7 @@ class FlaxFile(Container):
         return self._number(INTEGERS[first]) if first in INTEGERS else first
 
     def _number(self, format: str) -> int:
-        number: int = struct.unpack(format, self._take(struct.calcsize(format)))[0]
-        return number
+        return struct.unpack(format, self._take(struct.calcsize(format)))[0]
 
     def _take(self, count: int) -> bytes:
         taken = self._file.bytes(self._at, count)

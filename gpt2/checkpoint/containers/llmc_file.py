@@ -3,8 +3,7 @@
 Source: karpathy/llm.c, train_gpt2.py (write_model, write_state, write_tokenizer) and train_gpt2.c. All numbers are little-endian.
 The header holds int32: magic, version, positions, vocabulary, layers, heads, width, rows of the token embedding. Each kind of
 parameter follows for all layers at once; matrices are [out, in]. The embedding is padded with rows that no token uses, to a
-multiple of 128. Version 3 is float32, 5 is bfloat16; 1 is float32 without padding. 2 and 4, in use for a few days of April 2024,
-are refused.
+multiple of 128. Version 3 is float32, 5 is bfloat16; 1 is float32 without padding. 2 and 4, of a few days in 2024, are refused.
 """
 
 import math

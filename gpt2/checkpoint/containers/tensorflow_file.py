@@ -2,8 +2,7 @@
 
 A checkpoint is a *bundle*: ``model.ckpt.index``, a table from names to protobufs, says where each tensor lies in
 ``model.ckpt.data-00000-of-00001``, with a checksum (tensorflow, ``core/util/tensor_bundle``,
-``core/protobuf/tensor_bundle.proto``). ``checkpoint`` names the bundle; ``hparams.json`` is OpenAI's. The ``.meta`` file, a
-graph to run, is not read.
+``core/protobuf/tensor_bundle.proto``). ``checkpoint`` names the bundle; ``hparams.json`` is OpenAI's; ``.meta`` is not read.
 
 The table is LevelDB's: sorted keys and values in blocks with checksums. It has data blocks, a meta block (not read), an index
 block, and a footer of 48 bytes that locates these two (google/leveldb, doc/table_format.md; ``core/lib/io/format.cc``). Each
