@@ -79,8 +79,7 @@ def shown() -> list[tuple[str, str]]:
 
 
 def words(text: str) -> list[str]:
-    """The words of an output without line breaks and without machine-dependent parts: times, speeds, the last digits of
-    rounding and the place of the largest error."""
+    """The words of an output without line breaks, and without times, speeds, last digits and the place of the largest error."""
     text = re.sub(r"(\d\.\de[-+]\d\d|× \d\.\d\d).*(\n {40}.*)?", "ROUNDING", text)  # and text wrapped in its column
     text = re.sub(r"\b\de-0[5-9]\b", "ROUNDING", text)  # an error of rounding in a sentence; a larger one stays
     text = re.sub(r"[\d,]+ tok/s .*left|[\d.]+ s\b", "TIME", text)
@@ -137,8 +136,7 @@ def test_the_python_shown_runs(tmp_path: Path) -> None:
 
 
 def test_the_comparison_sees_a_difference() -> None:
-    """Control: a changed figure, a missing line or two exchanged chunks are noticed; a time, a wrapped line or rounding is
-    not."""
+    """Control: a changed figure, a missing line or two exchanged chunks are noticed; not a time, a wrapped line or rounding."""
     output = "best 3.3490 at step 200\nin 41 s\nworst 2.6e-08 wte\nabout one\ntwo three\nend\n"
     assert not holds(output, "best 3.3490 at step 200\nin 7 s\n...\nabout one two\nthree\n")
     assert not holds(output, "worst 9.9e-09 ln_f\n...\nend\n")

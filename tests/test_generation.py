@@ -46,8 +46,7 @@ SHAPES = [*((8, length, 30) for length in (1, 2, 7, 8, 9)), (8, 20, 1), (1, 3, 9
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize(("positions", "length", "new"), [*SHAPES, pytest.param(8, 20, 30, marks=pytest.mark.kernels)])
 def test_greedy_is_the_plain_loop(use_cache: bool, positions: int, length: int, new: int) -> None:
-    """Possible bugs: a cache that is not reset at a restart, a window one token late or `ids[-0:]`, a long prompt cut at the
-    wrong end."""
+    """Possible bugs: a cache not reset at a restart, a window one token late or `ids[-0:]`, a prompt cut at the wrong end."""
     model = lively(replace(CONFIG, n_positions=positions))
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     expected = plainly(model, prompt, new)
@@ -66,8 +65,7 @@ DRAFTS = {
 @pytest.mark.parametrize("draft", DRAFTS.values(), ids=DRAFTS)
 @pytest.mark.parametrize("length", [1, 8, pytest.param(20, marks=pytest.mark.kernels)])
 def test_a_draft_changes_nothing_but_time(draft: GPT2Config, length: int) -> None:
-    """Possible bugs: a proposal accepted without a check, rejected tokens left in the cache, proposals past the last position
-    or length."""
+    """Possible bugs: a proposal accepted unchecked, rejected tokens left in the cache, proposals past the last position."""
     model = lively()
     prompt = torch.randint(61, (length,), generator=torch.Generator().manual_seed(length)).tolist()
     for new in (0, 1, 6, 30):

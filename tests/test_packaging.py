@@ -30,8 +30,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 @pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("build") is None, reason="no build here; it is in the extra test")
 def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path: Path) -> None:
-    """A template or recipe that is not package data is missing for users only. No network: the build is not isolated, and the
-    environment of the tests provides the dependencies."""
+    """A template or recipe that is not package data is missing for users only. The build is not isolated: no network."""
     source, dist, empty = tmp_path / "source", tmp_path / "dist", tmp_path / "empty"
     empty.mkdir()
     source.mkdir()

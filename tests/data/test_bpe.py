@@ -143,8 +143,7 @@ def test_long_runs_of_whitespace(official):
 
 
 def test_text_is_data(official, tmp_path):
-    """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option gives the second reading in
-    both."""
+    """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option reads it as the other does."""
     text = f"one{END_OF_TEXT} two{END_OF_TEXT}"
     plain, control = official.encode(text), official.encode(text, special=True)
     assert plain == [505, 27, 91, 437, 1659, 5239, 91, 29, 734, 27, 91, 437, 1659, 5239, 91, 29]

@@ -27,8 +27,7 @@ def origin(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_plays_are_to_the_byte_what_the_embedded_model_read() -> None:
-    """A mend of the source that is lost, such as Markdown that is left or a name split in two, is another text; so is another
-    order."""
+    """A mend of the source that is lost (Markdown that is left, a name split in two) is another text; so is another order."""
     every = shakespeare.plays()
     text = "".join(f"{slug}\n{every[slug]}" for slug in every)
     assert len(text) - sum(len(slug) + 1 for slug in every) == 4_784_848

@@ -83,8 +83,7 @@ def test_a_word_is_wrong_where_one_of_its_tokens_is(tokenizer):
 @pytest.mark.parametrize("batch", [1, 40, 1024])
 @pytest.mark.parametrize("tokenizer", [BPE, CHARS], ids=["bpe", "chars"])
 def test_in_any_batch_and_cut_from_the_left(tokenizer, batch, context, monkeypatch):
-    """Possible bugs: a row that sees its padding, a passage cut at its end, positions off by one. Compare with one passage at
-    a time."""
+    """Possible bugs: a row that sees its padding, a passage cut at its end, positions off by one. Compare with one at a time."""
     monkeypatch.setattr(last_words, "BATCH", batch)
     model = uneven_model(tokenizer.n_vocab, 64)
     reported, cut = [], []

@@ -282,8 +282,7 @@ def test_a_damaged_download_is_never_scored(hub, tmp_path):
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3), (8, 1), (2, 1), (5, 2)])
 @pytest.mark.parametrize("length", [2, 8, 9, 17, 61])
 def test_the_guides_windows(context, stride, length):
-    """Possible bugs: a context without the scored token, a token scored twice, a last window that reaches back. Only the right
-    protocol gives 29.94."""
+    """Possible bugs: a context without the scored token, a token scored twice. Only the right protocol gives 29.94."""
     ids = torch.randint(13, (length,), generator=torch.Generator().manual_seed(4))
     model = uneven_model(13)
     score = language_score(model, ids, torch.ones(13).long(), Windows(context, stride, guide=True))

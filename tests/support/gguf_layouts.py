@@ -46,8 +46,7 @@ def write(
     change: Callable[[gguf.GGUFWriter], Any] = lambda _: None,
     name: str = "GPT-2",
 ) -> dict[str, Tensor]:
-    """Write a file like convert_hf_to_gguf.py, with its order of metadata and tensors. Return the exact tensors, by our names
-    and in our orientation. ``change`` gets the writer before it writes."""
+    """Write a file like convert_hf_to_gguf.py; return the tensors by our names. ``change`` gets the writer before it writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_type(gguf.GGUFType.MODEL)

@@ -116,8 +116,7 @@ def name_of(ours: str) -> str:
 
 
 def openai(directory: Path, config: GPT2Config = TINY, more: Mapping[str, Tensor] = MappingProxyType({})) -> dict[str, Tensor]:
-    """Write a model as OpenAI's `download_model.py` stores it, without graph and tokenizer; return the parameters by our
-    names."""
+    """Write a model as OpenAI's `download_model.py` does, without graph and tokenizer; return the parameters by our names."""
     truth = weights(config)
     matrices = {name for name, tensor in truth.items() if tensor.ndim == 2 and name.startswith("h.")}
     write(directory / "model.ckpt", {name_of(name): t[None] if name in matrices else t for name, t in truth.items()} | {**more})

@@ -58,8 +58,7 @@ def test_a_checkpoint_holds_the_adapters_alone(run, init):
 
 
 def test_best_is_the_merged_model_with_its_adapter_beside(run, init, tmp_path):
-    """If a folder holds a model and an adapter, transformers with PEFT loads the adapter and looks for its base: so it lies
-    one level deeper."""
+    """If a folder holds a model and an adapter, transformers with PEFT loads the adapter: so it lies one level deeper."""
     best = gpt2.load(str(run / "best")).state_dict()
     assert all(torch.equal(tensor, best[name]) for name, tensor in gpt2.load(str(run / "best" / "adapter")).state_dict().items())
     assert not (run / "best" / "adapter_config.json").exists()

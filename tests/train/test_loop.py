@@ -174,8 +174,7 @@ def test_settings_that_do_not_fit_are_refused(recipe, tmp_path):
 
 
 def test_fine_tune_uses_the_models_own_vocabulary(recipe, text, init, tmp_path):
-    """A fine-tune must keep the model's vocabulary: new ids for old embedding rows are wrong. Unknown characters must be
-    named."""
+    """A fine-tune must keep the model's vocabulary: new ids for old rows are wrong. Unknown characters must be named."""
     other = tmp_path / "other.txt"
     other.write_text(text.read_text()[::-1])
     tuned = replace(recipe, steps=2, data=replace(recipe.data, path=str(other)), dropout=0.25)
@@ -198,8 +197,7 @@ def test_a_tokenizer_larger_than_the_model_is_refused(recipe, init, tmp_path):
 
 
 def test_a_file_that_changes_under_a_fine_tune_does_not_reach_it(recipe, init, tmp_path):
-    """A mapped page that was never written to shows the file's current bytes: another program's new weights, or half of them. Nor
-    may training write to the file."""
+    """A mapped page that was never written shows the file's current bytes, another program's. Nor may training write to it."""
     before = {path.name: path.read_bytes() for path in init.iterdir()}
     train(recipe, tmp_path / "undisturbed", init=str(init))
     assert {path.name: path.read_bytes() for path in init.iterdir()} == before
@@ -293,8 +291,7 @@ def test_two_processes_do_not_share_a_folder(recipe, run):
 
 @pytest.mark.parametrize(("file", "at"), [("step-12/optimizer.safetensors", 8), ("metrics.jsonl", 5)])
 def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(recipe, tmp_path, file, at):
-    """A full disk must not leave a half-written checkpoint under a final name, nor delete the old one too early. If it did not
-    take a line of the log, closing the log was a traceback."""
+    """A full disk must leave no half-written checkpoint, nor delete the old one too early; closing the log was a traceback."""
     wide = replace(recipe, model=replace(recipe.model, n_embd=32))
     train(wide, tmp_path / "undisturbed")
     run, soft_hard = tmp_path / "run", resource.getrlimit(resource.RLIMIT_FSIZE)

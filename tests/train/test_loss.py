@@ -88,8 +88,7 @@ def test_what_is_broken_is_seen(model, windows, monkeypatch, where, name, broken
 
 @pytest.mark.parametrize(("precision", "aligned"), [(torch.float32, 1), (torch.bfloat16, 1), (torch.bfloat16, 64)])
 def test_rounding_is_no_worse_than_the_plain_loss(model, windows, monkeypatch, precision, aligned):
-    """In float32, and in bfloat16 by autocast, as on a GPU with the vocabulary padded: the error against float64 is at most about
-    that of the plain loss."""
+    """In float32, and in bfloat16 by autocast with the vocabulary padded: the error is at most about that of the plain loss."""
     monkeypatch.setitem(loss.ALIGNED, "cpu", aligned)
     exact = gradients(model, lambda m: plain(m, *windows))
     single = model.float()

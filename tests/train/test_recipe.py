@@ -71,8 +71,7 @@ def test_recipe_by_path_has_defaults_for_what_it_does_not_say(mine):
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(override, says, mine):
-    """Examples: a typo that would train with the default, a negative clip that increases the loss, NaN that passes
-    comparisons."""
+    """A typo that would train with the default, a negative clip that increases the loss, NaN that passes comparisons."""
     assert says in refusal(read, mine('steps = 9\ngrad_accum = 4\n[data]\npath = "x.txt"\n'), [override])
 
 

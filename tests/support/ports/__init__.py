@@ -75,8 +75,7 @@ class Port:
 
 
 def logits(module: nn.Module, ids: Tensor, vocabulary: int) -> Tensor:
-    """Logits (B, T, V) from any output of a port: in a tuple (widest), a dictionary, an object, padded, flat, or last position
-    only."""
+    """Logits (B, T, V) from any output of a port: in a tuple (widest), a dictionary, an object, padded, flat, or last alone."""
 
     def once(tokens: Tensor) -> Tensor:
         output = module(tokens)
