@@ -123,20 +123,24 @@ def in_percent(distance: float) -> str:
     return f"{share:.0f}" if share >= 99.5 else f"{share:#.2g}".rstrip(".") if share >= 0.01 else f"{share:.0e}"
 
 
-def made_with(models: Sequence[ComparedModel], text: Scored, environment: Environment, **options: object) -> Section:
+def made_with(page: str, models: Sequence[ComparedModel], text: Scored, environment: Environment, **options: object) -> Section:
     """Return the section of a page that says how to make it again; of models in memory as a call in Python."""
     if not any(model.name.startswith(TRACE) for model in models):  # which hold their own text
         options = ({"on": text.name} if text.sha256 else {}) | {"tokens": text.tokens, **options}
     words = [word for name, value in options.items() for word in (f"--{name}", *([] if value is True else [str(value)]))]
-    rows = [("command", shlex.join(["gpt2", "compare", *(model.name for model in models), *words, "--html", "report.html"]))]
+    rows = [("command", shlex.join(["gpt2", "compare", *(model.name for model in models), *words, "--html", page]))]
     if any(model.in_memory for model in models):
         names = (letter if model.in_memory else repr(model.name) for letter, model in zip(ascii_lowercase, models, strict=False))
         rows = [("call", f"gpt2.compare({', '.join((*names, *(f'{name}={value!r}' for name, value in options.items())))})")]
+    holders: dict[tuple[str, str], list[str]] = {}
     for model in models:
         size = "" if model.parameters is None else f"{model.parameters:,} parameters"
         known: tuple[object, ...] = f"run by {model.implementation}", model.dtype, size, model.revision, model.official
         rows.append((model.name, ", ".join(str(each) for each in known if each)))
-        rows += [(f"{model.name}, {name}", f"sha256 {digest}") for name, digest in model.files.items()]
+        for file in model.files.items():
+            holders.setdefault(file, []).append(model.name)
+    for (name, digest), those in sorted(holders.items(), key=lambda each: each[0][0]):
+        rows.append((f"{name} of {'each' if len(those) == len(models) > 1 else ', '.join(those)}", f"sha256 {digest}"))
     rows += [("text", " ".join(filter(None, (text.name, text.sha256 and f"sha256 {text.sha256}", text.told))))]
     rows += [("versions", ", ".join(f"{name} {version}" for name, version in environment.versions.items()))]
     threads = f"{environment.threads} thread{'s' * (environment.threads != 1)}"

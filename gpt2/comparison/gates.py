@@ -55,9 +55,7 @@ METRICS = {
     "beyond_rounding": Metric("number of tensors of b that are not a's, rounded to one type, and of other settings", _beyond),
     "activation": Metric("largest relative error of a traced point", _error),
     "exact_match": Metric("fraction of the --cases that b has right", _at("cases.right_b"), least=True),
-    "contains": Metric(
-        "fraction of the --cases in which b's answer holds the expected text", _at("cases.contains_b"), least=True
-    ),
+    "contains": Metric("fraction of the --cases where b's answer holds the expected text", _at("cases.contains_b"), least=True),
     "lost_cases": Metric("number of the --cases that a has right and b wrong", _at("cases.lost")),
     "answer_ratio": Metric("probability of an expected text under b over that under a", _at("cases.likelier"), least=True),
     "logit": Metric("relative error of the logits on the traced tokens", lambda found: _error(found, "logits")),

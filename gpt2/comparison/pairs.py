@@ -3,7 +3,7 @@
 import itertools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +18,7 @@ from gpt2.comparison.blame import find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
-from gpt2.comparison.noise import measure_floor
+from gpt2.comparison.noise import Floor, measure_floor
 from gpt2.comparison.passage import Passage
 from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked
 from gpt2.comparison.settings import Settings
@@ -39,6 +39,7 @@ from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
 TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
+Floors = dict[torch.dtype | None, Floor | None]
 
 
 class Saved(NamedTuple):
@@ -68,10 +69,14 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         settings.progress(f"{first.name}: loading")
         stack.enter_context(first)
         last_words = _last_words(first, passage, seed, settings.progress)
+        beside = {each.dtype for each, fit in zip(others, fits, strict=True) if "distributions" not in fit.impossible}
+        settings.progress("the floor of noise")
+        floors = {dtype: measure_floor(first, passage.ids[:TRACED], dtype) for dtype in beside}
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
-        pairs = [measure(first, *each, logits, passage, settings, parts) for each in zip(others, fits, strict=True)]
+        each_fit = zip(others, fits, strict=True)
+        pairs = [measure(first, side, its, logits, floors, passage, settings, parts) for side, its in each_fit]
         compared = [(each.distributions.a, each.logp[0]) for each in pairs if each.distributions and each.logp]
         if saved and not compared:
             what = f"was not run over the text beside {sides[1].name}, so it is not saved"
@@ -139,9 +144,9 @@ def _ranking(candidates: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:
 
 
 def measure(
-    a: Side, b: Side, fit: Compatibility, logits_a: Logits, passage: Passage, settings: Settings, parts: frozenset[Shown]
+    a: Side, b: Side, fit: Compatibility, logits: Logits, floors: Floors, passage: Passage, settings: Settings, parts: Set[Shown]
 ) -> Pair:
-    """Load b, and measure it beside a, whose logits on the windows of the passage, in their order, are ``logits_a``."""
+    """Load b, and measure it beside a, of which ``logits`` are on the windows of the passage, and ``floors`` by b's dtype."""
     seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a, b)
     weights = activations = distributions = words = logp = floor = moved = None
     stored = all(Shown.WEIGHTS in side.shows for side in sides) and "weights" not in fit.impossible
@@ -156,7 +161,7 @@ def measure(
                 blocks = a.blocks, b.blocks
                 activations = compare_activations(*blocks, start, threshold=settings.threshold, progress=progress)
         if "distributions" not in fit.impossible:
-            measured = measure_pair(logits_a, b.logits, ids, passage.windows, progress=progress)
+            measured = measure_pair(logits, b.logits, ids, passage.windows, progress=progress)
             distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), seed=seed)
             language, logp = distributions.b, (measured.logp_a, measured.logp_b)
             if Shown.LOGITS in parts and a.text_tokenizer is not None and b.text_tokenizer is not None:
@@ -166,9 +171,8 @@ def measure(
             language = in_its_tokens(b, passage, seed)
         cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
         last_words = _last_words(b, passage, seed, progress)
-        if Shown.LOGITS in parts and distributions is not None:
-            progress("the floor of noise")
-            floor = measure_floor(a, ids[:TRACED], b.dtype) or measure_floor(b, ids[:TRACED], a.dtype)
+        if distributions is not None:
+            floor = floors.get(b.dtype) or measure_floor(b, ids[:TRACED], a.dtype)
     if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
         config, *read = _shared(*sides, mapped=True)
         moved = distance(expected(config), *read, progress=progress)
@@ -239,7 +243,7 @@ def _weights(one: Side, other: Side, progress: Progress) -> WeightChanges:
     changes = replace(compare_weights(expected(config), a, b, progress=progress), rows=_more_rows(one, other))
     if changes.same_numbers:
         return changes
-    small_first = sorted((each for each in changes.tensors if not each.equal), key=lambda each: math.prod(each.shape))
+    small_first = sorted((each for each in changes.tensors if each.unchanged < 1), key=lambda each: math.prod(each.shape))
     named = [each.name for each in small_first]
     matrix = [each.name for each in small_first if len(each.shape) == 2][:1]
     if (type := quantisation(a, b, named)) is not None or (type := quantisation(a, b, matrix)) is None:

@@ -20,7 +20,7 @@ from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.weights import WeightChanges
-from gpt2.comparison.words import Words
+from gpt2.comparison.words import NEW_TOKENS, Words
 from gpt2.measure.environment import Environment
 from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord, LastWords
@@ -79,15 +79,9 @@ class Comparison(Printed):
             return ""
         if kl.value == 0:
             return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
-        if kl.low > floor.kl:
-            return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
-        return f"KL is not above it: {floor.way} alone makes as much"
-
-    @property
-    def scores(self) -> tuple[LanguageScore, ...]:
-        """Each model's score on the text."""
-        both = self.distributions
-        return self.alone if both is None else (both.a.score, both.b.score)
+        if rounding := _rounding(self):
+            return f"KL is not above it: {rounding} alone makes as much"
+        return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
 
     def sentence(self) -> tuple[str, str]:
         """Return the result in one sentence: its beginning, printed bold, and its end."""
@@ -111,7 +105,7 @@ class Comparison(Printed):
             rounded = f" (A’s, rounded to {kind}{but})" if kind else ""
             subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
         if self.distributions is not None:
-            return subject, f": {_prediction(self.distributions)}."
+            return subject, f": {_prediction(self.distributions, _rounding(self))}."
         if self.alone:
             bits_a, bits_b = (number(score.bits_per_byte) for score in self.alone)
             return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
@@ -149,8 +143,8 @@ class Comparison(Printed):
             yield _activations(self.activations)
         if self.distributions is not None:
             yield from _distributions(self.distributions)
-        if self.words is not None:
-            yield from _words(self.words, names)
+            if self.words is not None:
+                yield from _words(self.words, names, self.distributions.tokens)
         if self.cases is not None:
             yield from self.cases.sections()
         if self.blame is not None:
@@ -162,11 +156,11 @@ class Comparison(Printed):
             yield Section("Tokens", "entries of the vocabularies that differ", ("id", "a", "b"), rows, for_pages=True)
         yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
-    def origin(self) -> Iterator[Section]:
+    def origin(self, page: str) -> Iterator[Section]:
         """Yield how to make the page again."""
         more: dict[str, object] = {} if self.activations is None else {"threshold": self.activations.threshold}
         more |= {} if self.blame is None else {"blame": True}
-        yield charts.made_with([self.a, self.b], self.text, self.environment, seed=self.seed, **more)
+        yield charts.made_with(page, [self.a, self.b], self.text, self.environment, seed=self.seed, **more)
 
     def _subjects(self) -> str:
         vocabularies = self.compatibility.vocabularies
@@ -182,11 +176,12 @@ class Comparison(Printed):
 
     def _summary(self) -> Iterator[tuple[Line, str, str]]:
         """Yield what the figures say together: a name, a figure, and a remark."""
-        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
-        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
-        if (both := self.distributions) is not None:
+        scores = self.alone if (both := self.distributions) is None else (both.a.score, both.b.score)
+        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in scores)
+        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in scores)
+        if both is not None:
             yield "perplexity", perplexities, f"× {both.ratio.text('.3f')}"
-            yield _bits_per(self.text, self.scores), bits, ""
+            yield _bits_per(self.text, scores), bits, ""
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")
@@ -227,13 +222,24 @@ def _bits_per(text: Scored, scores: Sequence[LanguageScore]) -> str:
     return "bits per byte" if text.sha256 or any(score.bytes != score.tokens for score in scores) else "bits per token"
 
 
-def _prediction(both: Distributions) -> str:
+def _rounding(one: Comparison | Pair) -> str:
+    """Return in words the rounding that makes as large a KL as was measured beside the first model; "" where none does."""
+    floor, both = one.floor, one.distributions
+    return floor.way if floor and both and both.kl_ab.mean.low <= floor.kl else ""
+
+
+def _equal(ratio: Estimate, rounding: object) -> bool:
+    """Return whether a ratio of perplexities shows no better model: rounding makes as much, or its interval holds 1."""
+    return bool(rounding) or ratio.low <= 1 <= ratio.high
+
+
+def _prediction(both: Distributions, rounding: str) -> str:
     same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
-    if not both.ratio.low <= 1 <= both.ratio.high:
-        better = "better" if both.ratio.value < 1 else "worse"
-        perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
-        return f"B predicts this text {better} (perplexity {perplexity}), and {same}"
-    return f"they predict this text equally well, as far as {both.tokens:,} tokens can tell, and {same}"
+    if _equal(both.ratio, rounding):
+        why = f"for {rounding} explains the difference" if rounding else f"as far as {both.tokens:,} tokens can tell"
+        return f"they predict this text equally well, {why}, and {same}"
+    perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
+    return f"B predicts this text {'better' if both.ratio.value < 1 else 'worse'} (perplexity {perplexity}), and {same}"
 
 
 def _weights(weights: WeightChanges) -> Section:
@@ -270,9 +276,10 @@ def _distributions(both: Distributions) -> Iterator[Section]:
     yield Section(note=f"right token's probability {mean:+.2f} percentage points on average, {rms:.2f} RMS")
 
 
-def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:
+def _words(words: Words, names: tuple[str, str], scored: int) -> Iterator[Section]:
     """Yield the text on pages, the first two of the passages, if they differ to be seen, and the continuations."""
-    what, scale = "point at a token, or tap it", charts.js_scale([word.js for word in words.text])
+    shown, scale = len(words.text), charts.js_scale([word.js for word in words.text])
+    what = f"its first {shown:,} of {scored:,} tokens; " * (shown < scored) + "point at a token, or tap it"
     yield Section("The text", what, chart=partial(charts.coloured, [("", words.text)], scale, names))
     rows = list[tuple[str, ...]]()
     for passage in words.passages[:2]:
@@ -290,7 +297,7 @@ def _words(words: Words, names: tuple[str, str]) -> Iterator[Section]:
     said = list[tuple[str, ...]]()
     for row in words.continuations:
         parts = "not at all" if row.parts_at is None else f"from token {row.parts_at + 1}"
-        said += [(f"{readable(row.prompt)}\n(greedy)", readable(row.a), readable(row.b), parts), ()]
+        said += [(f"{readable(row.prompt)}\n(greedy, up to {NEW_TOKENS} tokens)", readable(row.a), readable(row.b), parts), ()]
     if said:
         yield Section(columns=(Column("prompt", wrap=True), "a goes on", "b goes on", "they differ"), rows=said)
 
@@ -391,10 +398,11 @@ class Comparisons(Printed):
 
     @property
     def best(self) -> str:
-        """The models in their order, best first, in words; equal ones have an interval that holds 1."""
+        """The models in their order, best first, in words."""
         words = [self.letters[each.candidate] for each in self.ranking[:1]]
-        for place, behind in self.ranking[1:]:
-            how = "" if behind is None else " equal" if behind.low <= 1 <= behind.high else " worse"
+        near = {0, *(n for n, each in enumerate(self.candidates) if _rounding(each))}
+        for (before, _), (place, behind) in itertools.pairwise(self.ranking):
+            how = "" if behind is None else " equal" if _equal(behind, {before, place} <= near) else " worse"
             by = "" if behind is None else f"{how} (x {behind.value:.3f}, {behind.span('.3f') or 'exactly'})"
             words.append(f"{self.letters[place]}{by}")
         asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per.replace("/", " per ")
@@ -417,9 +425,8 @@ class Comparisons(Printed):
             return Section("", note, ("", *columns), [(letter, *row) for letter, one in each if (row := cells(one))])
 
         by_step, models = any(one.step is not None for one in self.candidates), [one.model for one in self.candidates]
-        yield Section(note=(f"{len(models)} models against ", bold(models[0].name)), for_pages=True)
-        step = "step" if by_step else ""
-        yield table((Column("model"), *numbers(step, "size", "tokens/s", "weights moved")), Pair.described, "")
+        yield Section(note=(f"{len(models) - 1} models against ", bold(models[0].name)), for_pages=True)
+        yield table((Column("model"), *numbers("step" * by_step, "size", "tokens/s", "weights moved")), Pair.described, "")
         yield Section(note=bold(self.best))
         yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
         yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Pair.scores)
@@ -436,6 +443,6 @@ class Comparisons(Printed):
             yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
         yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
 
-    def origin(self) -> Iterator[Section]:
+    def origin(self, page: str) -> Iterator[Section]:
         """Yield how to make the page again."""
-        yield charts.made_with([one.model for one in self.candidates], self.text, self.environment, seed=self.seed)
+        yield charts.made_with(page, [one.model for one in self.candidates], self.text, self.environment, seed=self.seed)

@@ -49,10 +49,6 @@ class TensorChange:
     rank: int | None
 
     @property
-    def equal(self) -> bool:
-        return self.unchanged == 1.0
-
-    @property
     def moved(self) -> str:
         """``distance`` in words."""
         return "from zero" if self.distance == math.inf else f"{self.distance:.2%}"  # biases are initialised to zero
@@ -79,7 +75,7 @@ class WeightChanges:
 
     def most_changed(self, count: int = 10) -> tuple[TensorChange, ...]:
         """Return the tensors with the largest relative change, without unchanged ones."""
-        moved = [tensor for tensor in self.tensors if not tensor.equal]
+        moved = [tensor for tensor in self.tensors if tensor.unchanged < 1]
         return tuple(sorted(moved, key=lambda tensor: -tensor.distance)[:count])
 
     @property
@@ -101,7 +97,7 @@ class WeightChanges:
     @property
     def unchanged(self) -> tuple[str, ...]:
         """Names of the tensors that are equal in every entry."""
-        return tuple(tensor.name for tensor in self.tensors if tensor.equal)
+        return tuple(tensor.name for tensor in self.tensors if tensor.unchanged == 1)
 
     def summary(self, dtypes: tuple[str, str], beside: str) -> tuple[str, str, str]:
         """Say in a name, a figure and a remark what changed; ``beside`` says what else makes b another model than a."""

@@ -15,7 +15,7 @@ from gpt2.errors import InputError
 from gpt2.measure.environment import Environment
 from gpt2.pages.drawing import matplotlib_of_our_own
 from gpt2.pages.rendering import pack_lower, readable, visible
-from gpt2.pages.reports import Line, Printed, Section, as_json, dim, numbers
+from gpt2.pages.reports import Line, Printed, Section, as_json, bold, dim, numbers
 
 POSITIVE, NEGATIVE = (0xD8, 0x62, 0x28), (0x3F, 0x7F, 0xC4)  # visible on light and dark pages
 LABELLED = 24  # most tokens that are named along the edges
@@ -64,7 +64,7 @@ class AttentionReport(Printed):
 
     def sections(self) -> Iterator[Section]:
         """Yield the notable heads with the reason, and on pages one head in the text, a picture of all, and all figures."""
-        yield Section(note=f"\nattention of {self.a}" + (f" → {self.b}" if self.b else ""))
+        yield Section(note=("\nattention of ", bold(self.a), *((" → ", bold(self.b)) if self.b else ())))
         yield Section(
             note=dim(f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens")
         )

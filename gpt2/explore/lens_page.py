@@ -87,17 +87,17 @@ class Exploration(Printed):
                 note=(who, " continues with ", bold(f"“{_shown(best.text).strip()}”"), dim(f" {percent(best.probability)}"))
             )
 
-    def origin(self) -> Iterator[Section]:
+    def origin(self, page: str) -> Iterator[Section]:
         """Yield how to make the page again."""
         command = shlex.join(["gpt2", "explore", *(lens.model.name for lens in self.lenses)])
-        rows = [("command", f"{command} --prompt {shlex.quote(self.prompt)} --html page.html")]
+        rows = [("command", f"{command} --prompt {shlex.quote(self.prompt)} --html {shlex.quote(page)}")]
         for name, lens in zip(self.legend, self.lenses, strict=True):
             sizes = f"{lens.model.parameters:,} parameters, {len(lens.attention)} layers of {lens.attention.size(1)} heads"
             rows.append((name, f"{sizes}, run by {lens.model.implementation} in {lens.model.dtype}"))
         rows.append(("versions", ", ".join(f"{name} {version}" for name, version in self.environment.versions.items())))
         yield Section("Made with", f"{command} opens this page with a field for another prompt", ("", ""), rows)
 
-    def html(self, *, served: bool = False, **_: Any) -> str:
+    def html(self, page: str = "report.html", *, served: bool = False, **_: Any) -> str:
         """Return the page; ``served`` adds a field for another prompt."""
         same_tokens = len({lens.tokens for lens in self.lenses}) == 1
         sides = [
@@ -106,7 +106,7 @@ class Exploration(Printed):
         ]
         shown = {"sides": sides, "strips": sides[:1] if same_tokens else sides, "parted": self.js is not None, "cell": _shown}
         shown |= {"shared": same_tokens and len(sides) == 2, "kind": "two" if len(sides) == 2 else "one", "share": _share}
-        return super().html(body="lens", served=served, prompt=self.prompt, characters=MAX_CHARACTERS, **shown)
+        return super().html(page, body="lens", served=served, prompt=self.prompt, characters=MAX_CHARACTERS, **shown)
 
     def page_data(self) -> dict[str, Any]:
         """Return the data for the script; each token's text is stored once, and readings hold its index."""

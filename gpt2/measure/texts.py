@@ -10,7 +10,8 @@
     wikitext2       ``split=test|validation``, joined and cut as in Hugging Face's perplexity guide
     lambada         the last word of 5,153 passages, scored as in lm-evaluation-harness; ``passages=N`` for the first N
 
-All but lambada have the options ``context=N`` and ``stride=N``, in tokens; lambada has ``context=N``.
+All but lambada have the options ``context=N`` and ``stride=N``, in tokens; lambada has ``context=N``. A training run's folder is
+what it held out, in the context in which it evaluated itself.
 
 Sources:
     [1] Merity et al., "Pointer Sentinel Mixture Models", 2016: WikiText. The bytes are those of the authors' archive, kept in
@@ -34,10 +35,12 @@ import sys
 import zipfile
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpt2.checkpoint.hub import DatasetFile, dataset_file
+from gpt2.config import number
 from gpt2.data import Tokenizer, shakespeare
 from gpt2.data.documents import HELD_OUT, LINE_ENDS, documents, files, joined, parted
 from gpt2.data.files import read_all
@@ -63,7 +66,7 @@ OWN_FILE = "--on FILE"
 
 @dataclass(frozen=True)
 class Protocol:
-    """How a text is scored; ``context`` and ``stride`` are in tokens, by default the models' full context without overlap."""
+    """How a text is scored; ``context`` and ``stride`` are in tokens, by default all that the models take, without overlap."""
 
     scored: str
     form: str
@@ -171,7 +174,7 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
     except InputError as error:  # training reads the same texts, but its option for a file has another name
         said = str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("set data.field", "name it text")
         raise type(error)(said.replace("--set data.path=TEXTS", OWN_FILE)) from error
-    protocol = replace(named.protocol, context=sizes.get("context"), stride=sizes.get("stride"))
+    protocol = replace(named.protocol, context=sizes.get("context", named.protocol.context), stride=sizes.get("stride"))
     line_ends = LINE_ENDS if named.of_user and "\r" in text else ""
     text = text.replace("\r\n", "\n").replace("\r", "\n") if line_ends else text
     return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages, line_ends)
@@ -185,7 +188,8 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
         head, parts = before, after.split(",")
     if head == "-" or _is_file(head):
         where = "stdin" if head == "-" else os.path.abspath(head)
-        named = Named(lambda own, offline: (where, _read(head), ()), of_user=not _of_documents(head))
+        protocol = replace(RUNNING, context=_context_of(Path(head)))
+        named = Named(lambda own, offline: (where, _read(head), ()), protocol, of_user=not _of_documents(head))
     elif head in NAMES:
         named = NAMES[head]
     else:
@@ -201,6 +205,13 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
             raise InputError(f"{spec}: {key} is given twice; give it once")
         options[key] = value
     return named, options
+
+
+def _context_of(run: Path) -> int | None:
+    """Return the context of a training run, in which it evaluated what it held out; None of other folders and files."""
+    with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
+        return number(json.loads(read_all(run / "recipe.json"))["context"], int, 1)
+    return None
 
 
 def _is_file(path: str) -> bool:

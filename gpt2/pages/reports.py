@@ -120,8 +120,8 @@ class Printed(ABC):
     def sections(self) -> Iterator[Section]:
         """Yield what is shown, from top to bottom."""
 
-    def origin(self) -> Iterator[Section]:
-        """Yield what a page alone shows at its end: how to make it again. It may read large files."""
+    def origin(self, page: str) -> Iterator[Section]:
+        """Yield what a page alone shows at its end: how to make the file ``page`` again. It may read large files."""
         yield from ()
 
     def page_data(self) -> dict[str, Any]:
@@ -142,11 +142,11 @@ class Printed(ABC):
         self.print(Console(file=written, width=width, color_system=None, force_jupyter=False))
         return written.getvalue()
 
-    def html(self, **values: Any) -> str:
-        """Return the report as one self-contained page; a subclass may give more ``values`` for its template."""
+    def html(self, page: str = "report.html", **values: Any) -> str:
+        """Return the report as the file ``page``, which needs no other; a subclass may give more ``values`` for its template."""
         from gpt2.pages.rendering import render
 
-        data, (heading, *sections) = self.page_data(), (*self.sections(), *self.origin())
+        data, (heading, *sections) = self.page_data(), (*self.sections(), *self.origin(page))
         shown = {"command": self.command, "heading": heading.note, "sections": sections}
         return render(self.script, data, pieces=pieces, plain=plain, **shown, **values)
 
@@ -154,7 +154,7 @@ class Printed(ABC):
         """Write :meth:`html`. Raises InputError: the file cannot be written."""
         from gpt2.data.files import write_output
 
-        write_output(path, self.html())
+        write_output(path, self.html(str(path)))
 
 
 def as_json(body: dict[str, Any], indent: int | None = 2) -> str:

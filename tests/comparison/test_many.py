@@ -13,7 +13,7 @@ import gpt2
 from gpt2.checkpoint.saving import sha256
 from gpt2.cli.main import main
 from gpt2.comparison import pairs
-from gpt2.comparison.results import Comparisons
+from gpt2.comparison.results import Comparisons, Ranked
 from gpt2.comparison.run import compare
 from gpt2.comparison.sides import side
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
@@ -100,8 +100,10 @@ def test_what_is_printed(found: Comparisons) -> None:
     assert against.keys() == {"ratio", "bits", "kl", "kl_max", "same_top", "only_first", "only_it"}
     assert against["kl"]["value"] == found.candidates[1].distributions.kl_ab.mean.value
     assert "D equal (x 1.000, exactly)" in found.best
-    apart = replace(found, ranking=(found.ranking[0], found.ranking[1]._replace(behind=Estimate(1.02, 1.01, 1.03))))
-    assert "worse (x 1.020, 1.010 .. 1.030)" in apart.best
+    for place, said in ((1, "B equal"), (2, "C worse")):  # B is A, rounded: its interval beyond 1 means nothing
+        apart = replace(found, ranking=(Ranked(0, None), Ranked(place, Estimate(1.02, 1.01, 1.03))))
+        assert f"A; {said} (x 1.020, 1.010 .. 1.030)" in apart.best
+    assert "3 models against" in found.html()
     assert_whole_by_itself(found.html())
 
 

@@ -1,6 +1,7 @@
 """`compare --noise`: one floor, from what rounding explains; a batch and padding stay under it, another dtype does not."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import gpt2
 from gpt2.cli.main import main
 from gpt2.comparison.noise import Noise, measure_noise
 from gpt2.comparison.settings import Settings
+from gpt2.measure.estimates import Estimate
 from gpt2.model import GPT2
 
 
@@ -87,10 +89,12 @@ def test_flags_without_effect_are_refused(base: Path, text: str, capsys: pytest.
 def test_every_comparison_says_whether_it_is_above_the_floor(
     base: Path, text: str, tmp_path: Path, size: float | str, said: str
 ) -> None:
-    """A difference that rounding alone makes must not be reported as one of the models."""
+    """A difference that rounding alone makes must not be reported as one of the models, nor as a better one."""
     other = f"{base}{size}"
     if isinstance(size, float):
         other = str(changed(base, tmp_path, noisy(size, "h.0.mlp.c_fc.weight")))
     compared = gpt2.compare(str(base), other, on=text, tokens=200)
     assert said in compared.above_floor
     assert compared.above_floor in " ".join(compared.table(200).split())
+    both = replace(compared.distributions, ratio=Estimate(0.98, 0.97, 0.99))
+    assert ("B predicts this text better" in "".join(replace(compared, distributions=both).sentence())) == ("times" in said)

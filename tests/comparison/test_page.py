@@ -39,6 +39,8 @@ def html(found: Comparison) -> str:
 def test_the_page_is_whole_by_itself_and_the_same_each_time(found: Comparison, html: str) -> None:
     """A page that needs the network is blank offline; a page that varies cannot be compared with an older version."""
     assert html == found.html()
+    assert "--html &#39;my page.html&#39;" in found.html("my page.html")
+    assert [html.count(digest) for digest in found.a.files.values()] == [1] * len(found.a.files)  # both have the same files
     assert_whole_by_itself(html)
     assert [name for name in Parts(html).ids if name in (*SECTIONS, "blame")] == SECTIONS
     assert "form" not in Parts(html).tags
@@ -108,6 +110,8 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
         for width in (1280, 390):
             browser.open((tmp_path / "report.html").as_uri(), width)
             assert browser.value("document.documentElement.scrollWidth") <= width
+            cut = browser.value("[...document.querySelectorAll('.scroll')].some((box) => box.scrollWidth > box.clientWidth)")
+            assert cut == (width < 1000)
             for at in (7, 20):
                 tip = f"getComputedStyle(document.querySelectorAll('.tok')[{at}], '::after')"
                 assert browser.value(f"{tip}.content") == "none"

@@ -107,10 +107,7 @@ def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
     assert body["prompt"] == TEXT
     assert body["js"] == list(found.js)
     one = body["lenses"][0]
-    assert one["readings"][2][4]["top"][0] == {
-        "text": found.lenses[0].readings[2][4].top[0].text,
-        "probability": found.lenses[0].readings[2][4].top[0].probability,
-    }
+    assert one["readings"][2][4]["top"][0] == vars(found.lenses[0].readings[2][4].top[0])
     torch.testing.assert_close(torch.tensor(one["attention"]), found.lenses[0].attention, atol=6e-5, rtol=0)
     assert one["model"]["files"]["model.safetensors"]
 
@@ -128,9 +125,8 @@ def test_the_page_carries_the_same_figures(found: Exploration) -> None:
     top, entropy, given, rank = side["readings"][4][6]
     reading = lens.readings[4][6]
     assert data["texts"][top[0]] == reading.top[0].text.replace("\n", "⏎")
-    assert (top[1], entropy, given) == pytest.approx(
-        (reading.top[0].probability, reading.entropy, reading.probability), rel=0.005
-    )
+    shown = reading.top[0].probability, reading.entropy, reading.probability
+    assert (top[1], entropy, given) == pytest.approx(shown, rel=0.005)
     assert rank == reading.rank
 
 

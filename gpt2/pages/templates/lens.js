@@ -106,6 +106,17 @@ function reveal(side) {
   if (beyond > box.scrollLeft) box.scrollLeft = beyond;
 }
 
+// Which tokens are in sight, where a table is wider than its place.
+function sight(side) {
+  const { scrollLeft: from, clientWidth: width, scrollWidth: whole } = side.box, says = side.box.nextElementSibling;
+  const seen = side.columns.flatMap(({ offsetLeft: left, offsetWidth: own }, at) =>
+    left >= from + side.names[0].offsetWidth - 1 && left + own <= from + width + 1 ? [at + 1] : []);
+  side.box.classList.toggle("before", from > 1);
+  side.box.classList.toggle("behind", from + width < whole - 1);
+  says.hidden = whole <= width + 1;
+  says.textContent = `Tokens ${seen[0]} to ${seen.at(-1)} of ${side.n}; scroll sideways for the others.`;
+}
+
 // The text, coloured by where token ``at`` looks.
 function look(side, at) {
   const layer = Math.max(0, side.point - 1), row = weights(side, layer, side.head, at);
@@ -121,6 +132,7 @@ function draw(side) {
   side.columns.forEach((column, at) => column.classList.toggle("on", at === side.at));
   side.names.forEach((name, point) => name.classList.toggle("on", point === side.point));
   reveal(side);
+  sight(side);
   detail(side);
   mark(side.layers, layer, "aria-checked");
   mark(side.heads, side.head, "aria-checked");
@@ -140,6 +152,7 @@ for (const side of sides) {
     made.addEventListener("click", () => choose(side, { at }));
   });
   walk(side.layers, 1, (layer) => choose(side, { point: layer + 1 }));
+  side.box.addEventListener("scroll", () => sight(side));
   const across = () => getComputedStyle(side.heads[0].parentElement).gridTemplateColumns.split(" ").length;
   walk(side.heads, across, (head) => choose(side, { head }));
   walk(side.rows.flat(), side.n, (index) => choose(side, { point: Math.floor(index / side.n), at: index % side.n }));
@@ -155,6 +168,7 @@ for (const side of sides) {
 }
 // One strip stands for both sides where their tokens are the same.
 for (const side of new Map(sides.map((side) => [side.strip[0], side]).reverse()).values()) walk(side.strip, side.n, (at) => choose(side, { at }));
+addEventListener("resize", () => sides.forEach((side) => (reveal(side), sight(side))));
 const repaint = () => sides.forEach((side) => draw(Object.assign(side, { drawn: undefined })));
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 repaint();
