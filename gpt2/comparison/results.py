@@ -222,7 +222,7 @@ def _bits_per(text: Scored, scores: Sequence[LanguageScore]) -> str:
     return "bits per byte" if text.sha256 or any(score.bytes != score.tokens for score in scores) else "bits per token"
 
 
-def _rounding(one: Comparison | Pair) -> str:
+def _rounding(one: "Comparison | Pair") -> str:
     """Return in words the rounding that makes as large a KL as was measured beside the first model; "" where none does."""
     floor, both = one.floor, one.distributions
     return floor.way if floor and both and both.kl_ab.mean.low <= floor.kl else ""
