@@ -120,11 +120,11 @@ def test_every_command_of_the_readme_prints_what_is_shown(tmp_path: Path) -> Non
         assert not missing, f"{command}\n{missing}\n--- is not in what it printed ---\n{done.stdout}"
 
 
-def test_the_picture_shows_what_the_text_says() -> None:
+@pytest.mark.parametrize("name", ["compare", "explore"])
+def test_the_picture_shows_what_the_text_says(name: str) -> None:
     """The picture had a perplexity of 52.72, the text beside it 45.03. ``tools/pictures.py`` makes it."""
-    shows = Image.open(ROOT / ".github" / "compare.png").text["shows"]
-    (output,) = (output for command, output in shown() if command.startswith("gpt2 compare"))
-    assert shows in " ".join(output.split())
+    picture = Image.open(ROOT / ".github" / f"{name}.png")
+    assert (picture.width, picture.text["shows"] in " ".join(README.split())) == (1160, True)
 
 
 @pytest.mark.slow
