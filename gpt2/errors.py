@@ -51,9 +51,9 @@ def panicked(error: BaseException) -> bool:
     return type(error).__name__ == "PanicException"
 
 
-def alike(word: str, known: Iterable[str], least: float = 0.6) -> str:
-    """Return the word of ``known`` that is most like ``word``; "" if none has ``least`` of 1 in common."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1, cutoff=least)), "")
+def alike(word: str, known: Iterable[str]) -> str:
+    """Return the word of ``known`` that is most like ``word``; "" if none is."""
+    return next(iter(difflib.get_close_matches(word, list(known), n=1)), "")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
