@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+gc.disable()  # until all is collected: a third of the time went to looking through torch again and again
 os.environ["HF_HUB_OFFLINE"] = "1"  # the Hub's client reads it when it is imported, by whichever test is the first
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -29,6 +30,10 @@ def pytest_configure(config: pytest.Config) -> None:
     memory, quick = Path("/dev/shm"), config.option.markexpr in ("not slow", "kernels and not slow")
     if quick and memory.is_dir() and shutil.disk_usage(memory).free > 4e9:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
+
+
+def pytest_collection_finish() -> None:
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from gpt2.data.client import check_environment
+from gpt2.data.client import check_environment, uncollected
 from gpt2.data.library import BYTE, LibraryTokenizer, library
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
@@ -23,10 +23,13 @@ from gpt2.errors import InputError
 @contextmanager
 def quiet() -> Iterator[None]:
     """Suppress transformers' warnings."""
-    import transformers  # noqa: F401 (its import sets the level)
+    with uncollected():
+        import transformers  # noqa: F401 (its import sets the level)
 
     log = logging.getLogger("transformers")
-    before = log.level
+    if (before := log.level) == logging.ERROR:  # inside another one: each change of a level empties every logger's cache
+        yield
+        return
     log.setLevel(logging.ERROR)
     try:
         yield
@@ -45,7 +48,8 @@ def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
     check_environment()
     remedy = "repair the files, or save the tokenizer as tokenizer.json with the program that made it"
     with library(str(folder), "transformers cannot read its tokenizer", remedy), quiet():
-        from transformers import AutoTokenizer
+        with uncollected():
+            from transformers import AutoTokenizer
 
         found = AutoTokenizer.from_pretrained(folder, tokenizer_type=model_type, local_files_only=True, trust_remote_code=False)
         if not len(found):

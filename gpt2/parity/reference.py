@@ -16,7 +16,7 @@ from gpt2.checkpoint.keys import to_file
 from gpt2.checkpoint.names import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.config import GPT2Config
 from gpt2.data.adapter import quiet
-from gpt2.data.client import check_environment
+from gpt2.data.client import check_environment, uncollected
 from gpt2.errors import CheckpointError, InputError
 from gpt2.measure.metrics import Progress, silent
 
@@ -25,7 +25,10 @@ def _transformers() -> Any:
     """Import transformers without its progress bars."""
     check_environment()
     try:
-        import transformers
+        with uncollected():
+            import transformers
+
+            transformers.GPT2LMHeadModel  # noqa: B018 (imports its file, and most of what is left)
     except ImportError as error:
         raise InputError(f"the reference needs transformers, which does not import ({error}); pip install transformers") from None
     transformers.logging.disable_progress_bar()
