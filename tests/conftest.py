@@ -33,6 +33,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.set_threshold(10_000, 20, 20)
     gc.enable()
 
 

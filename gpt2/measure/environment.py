@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from operator import attrgetter
 
@@ -35,19 +36,26 @@ class Environment:
 
 def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> Environment:
     """Return this process's environment; ``dtypes`` are the models', in order, and ``device`` is where they ran."""
-    versions = {"gpt2-toolkit": __version__, "python": platform.python_version()} | {name: version(name) for name in PACKAGES}
+    versions = {"gpt2-toolkit": __version__, "python": platform.python_version(), **_packages()}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     kernels = torch.backends.cpu.get_cpu_capability(), blas()
     return Environment(versions, dtype, str(device), torch.get_num_threads(), machine, processor(), *kernels, rounding_settings())
 
 
+@cache
+def _packages() -> dict[str, str]:
+    return {name: version(name) for name in PACKAGES}
+
+
+@cache
 def blas() -> str:
     """Return the library that PyTorch's matrix products on the CPU come from, such as "mkl" or "open"."""
     named = re.search(r"BLAS_INFO=(\w+)", torch.__config__.show())
     return named[1] if named else "unknown"
 
 
+@cache
 def processor() -> str:
     """Return the processor's name, as Linux tells it, else as Python does."""
     with suppress(OSError), open("/proc/cpuinfo") as lines:

@@ -22,7 +22,7 @@ from gpt2.checkpoint.loading import rows_note
 from gpt2.config import GPT2Config
 from gpt2.damage import look
 from gpt2.data import Tokenizer
-from gpt2.data.adapter import auto_ids, auto_tokenizer
+from gpt2.data.adapter import auto_ids, auto_tokenizer, quiet
 from gpt2.data.auto import transformers_reads
 from gpt2.data.library import LibraryTokenizer
 from gpt2.measure.metrics import differing_bits, worst_relative_error
@@ -264,6 +264,7 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
                 yield key, tensor.t() if transposed and matrix else tensor
 
 
+@quiet()
 def tokens(subject: Subject) -> None:
     """Compare the ids and texts of both tokenizers on samples, also with special tokens, and with a prompt's template."""
     findings, ours = subject.findings, subject.checkpoint.own_tokenizer()

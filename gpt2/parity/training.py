@@ -23,7 +23,7 @@ from gpt2.parity.forward import MISSING
 from gpt2.parity.streaming import Receive, Streamed, Weights, lockstep, take_gradients, taking_turns
 
 STEPS = 2  # of AdamW: the first shows groups and bias correction, the second the moments
-PART = 8192  # rows of a matrix that AdamW moves at a time
+PART, SMALL = 8192, 65_536  # AdamW moves so many rows of a matrix at a time, and tensors of fewer entries together
 LOOKUP, HEAD = "wte.weight (lookup)", "wte.weight (head)"  # the two parts of a tied embedding's gradient
 UNTIED = "lm_head.weight"  # the parameter of an untied head: both have a gradient of their own
 
@@ -94,43 +94,50 @@ class _Optimizer:
 
     def changes(self, step: Step) -> dict[str, Tensor]:
         """Return the change of each parameter by AdamW steps on the gradients of the first sequences, once all were seen."""
-        changes = {}
+        seen = dict[str, tuple[Tensor, list[Tensor]]]()
         for name, gradient in step.gradients.items():
             if name == HEAD:
                 self.kept[HEAD] = [gradient[self.ids].to(self.dtype)]
             elif name in (LOOKUP, UNTIED, "wte.weight"):
                 whole, rows = ("wte.weight" if name == LOOKUP else name), gradient[self.ids].to(self.dtype)
                 rows = rows + self.kept.pop(HEAD)[0] if name == LOOKUP else rows
-                changes[whole] = _change(step.parameters[whole].detach()[self.ids].to(self.dtype), [rows] * STEPS)
+                seen[whole] = step.parameters[whole].detach()[self.ids].to(self.dtype), [rows] * STEPS
             elif step.row < STEPS:
                 kept = self.kept[name]
                 kept += [gradient.to(self.dtype)] * (STEPS if step.layer is None else 1)
                 if len(kept) == STEPS:
-                    changes[name] = _change(step.parameters[name].detach().to(self.dtype), self.kept.pop(name))
-        return changes
+                    seen[name] = step.parameters[name].detach().to(self.dtype), self.kept.pop(name)
+        return _changes(seen)
 
 
 def _square(tensor: Tensor) -> float:
     return float(torch.linalg.vector_norm(tensor)) ** 2
 
 
-def _change(start: Tensor, gradients: list[Tensor]) -> Tensor:
-    """Return by how much AdamW moves a parameter with one step on each gradient, in float64.
+def _changes(seen: dict[str, tuple[Tensor, list[Tensor]]]) -> dict[str, Tensor]:
+    """Return by how much AdamW moves each parameter with one step on each of its gradients, in float64.
 
     AdamW divides each gradient by its own size. With the usual eps of 1e-8 a gradient of pure rounding error (that of every key
     bias, zero in exact arithmetic) takes a full step, and a few such entries decide the figure: over eight seeds our error was
     0.1 to 4 times that of transformers. With an eps as large as the gradients, a step's error is in proportion to its gradient's.
     """
-    change = torch.empty_like(start, dtype=torch.float64)
-    decay = 0.1 if start.ndim >= 2 else 0.0
-    for before, after, *parts in zip(start.split(PART), change.split(PART), *(g.split(PART) for g in gradients), strict=True):
-        parameter = nn.Parameter(before.clone())
-        optimizer = torch.optim.AdamW([parameter], lr=1e-3, betas=(0.9, 0.95), eps=1e-2, weight_decay=decay, fused=True)
-        for part in parts:
-            parameter.grad = part
+    changes = {name: torch.empty_like(start, dtype=torch.float64) for name, (start, _) in seen.items()}
+    split = [[tensor.split(PART) for tensor in (start, changes[name], *each)] for name, (start, each) in seen.items()]
+    parts = [part for tensors in split for part in zip(*tensors, strict=True)]
+    small = [part for part in parts if part[0].numel() <= SMALL]
+    for together in filter(None, [small, *([part] for part in parts if part[0].numel() > SMALL)]):
+        starts, moved, *steps = zip(*together, strict=True)
+        parameters = [nn.Parameter(start.clone()) for start in starts]
+        kinds = [(0.1, [p for p in parameters if p.ndim >= 2]), (0.0, [p for p in parameters if p.ndim < 2])]
+        groups = [{"params": members, "weight_decay": decay} for decay, members in kinds]
+        optimizer = torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), eps=1e-2, fused=True)
+        for step in steps:
+            for parameter, gradient in zip(parameters, step, strict=True):
+                parameter.grad = gradient
             optimizer.step()
-        torch.sub(parameter.detach().double(), before.double(), out=after)
-    return change
+        for parameter, start, change in zip(parameters, starts, moved, strict=True):
+            torch.sub(parameter.detach().double(), start.double(), out=change)
+    return changes
 
 
 def gradients(subject: Subject) -> None:
