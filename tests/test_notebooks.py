@@ -9,7 +9,6 @@ from typing import Any
 import nbformat
 import pytest
 import torch
-from nbclient import NotebookClient
 from support import forks
 
 import gpt2
@@ -138,6 +137,8 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.M
     """Run the cells in Jupyter's kernel, which is a fork: to import torch, matplotlib and the rest takes it 4 s of CPU."""
     if FROM_NOTHING not in notebook.cells[0].source:
         monkeypatch.setattr("jupyter_client.provisioning.local_provisioner.launch_kernel", launch)
+    from nbclient import NotebookClient
+
     inline = ["--matplotlib=inline"]  # otherwise only a kernel that imports matplotlib itself shows its figures
     place = {"metadata": {"path": str(folder)}}
     NotebookClient(notebook, timeout=300, extra_arguments=inline, resources=place, shutdown_kernel="immediate").execute()

@@ -6,6 +6,7 @@ OpenAI's `encoder.py`). tiktoken ranks a pair by the joined bytes, `tokenizers` 
 the one that its own bytes lead to (:func:`core`).
 """
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +24,7 @@ PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\
 OWN_SPLIT = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
 LETTER = r"[\s\S]"  # the pattern of a split into characters
 N_BYTES = 256
+KEPT = 2  # encoders that a process keeps: of GPT-2's vocabulary, one takes 0.15 s to make
 Merges = Sequence[tuple[str, str]]
 
 # Unicode's White_Space: `\s` in the pattern above. Python's `\s` adds U+001C to U+001F.
@@ -94,6 +96,10 @@ class Letters:
             raise InputError(f"{where} is not among the {len(self.vocab)} characters of this vocabulary; {remedy}") from None
 
 
+# The last few, with the vocabulary and merges that each is of: models that are compared have the same ones.
+_CORES: dict[bytes, tuple[Mapping[str, int], Merges, Core]] = {}
+
+
 def lossless(backend: Backend, vocab: Mapping[str, int]) -> bool:
     """Return whether the library splits a text as GPT-2 does, changes nothing, and has all bytes: its ids' bytes are the text."""
     model, split = backend.model, state(backend.pre_tokenizer)
@@ -112,11 +118,17 @@ def core(backend: Backend, vocab: Mapping[str, int], merges: Merges | None) -> C
         return Letters(vocab) if single else None
     if merges is None or not isinstance(model, models.BPE) or model.ignore_merges or not lossless(backend, vocab):
         return None
-    # By pairs, a token's own bytes must lead to it: then no other pair of tokens with the same bytes ever stands in a text.
-    tokens = [a + b for a, b in merges]
-    if len({*tokens}) < len(tokens) or any(len(model.tokenize(token)) != 1 for token in tokens):
-        return None
-    return Core(vocab, merges)
+    key = hashlib.sha256(model.__getstate__()).digest()
+    if (known := _CORES.pop(key, None)) is None or known[:2] != (vocab, merges):
+        # By pairs, a token's own bytes must lead to it: then no other pair of tokens with the same bytes ever stands in a text.
+        tokens = [a + b for a, b in merges]
+        if len({*tokens}) < len(tokens) or any(len(model.tokenize(token)) != 1 for token in tokens):
+            return None
+        known = vocab, merges, Core(vocab, merges)
+    _CORES[key] = known
+    while len(_CORES) > KEPT:
+        del _CORES[next(iter(_CORES))]
+    return known[2]
 
 
 def state(part: Any) -> dict[str, Any]:

@@ -264,7 +264,6 @@ def _stored(checkpoint: StoredCheckpoint) -> Iterator[tuple[str, Tensor]]:
                 yield key, tensor.t() if transposed and matrix else tensor
 
 
-@quiet()
 def tokens(subject: Subject) -> None:
     """Compare the ids and texts of both tokenizers on samples, also with special tokens, and with a prompt's template."""
     findings, ours = subject.findings, subject.checkpoint.own_tokenizer()
@@ -277,14 +276,15 @@ def tokens(subject: Subject) -> None:
         findings.skipped["tokens"] = "run by transformers"
         return
     tokenizer = auto_tokenizer(ours.folder if ours.folder and transformers_reads(ours.folder) else subject.folder)
-    for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):
-        if isinstance(ours, LibraryTokenizer) and ours.letters:
-            sample = "".join(character for character in sample if character in ours.vocab)
-        ids, expected = ours.encode(sample), auto_ids(tokenizer, sample)
-        same = ids == expected and ours.decode(ids) == tokenizer.decode(expected, clean_up_tokenization_spaces=False)
-        same &= ours.encode(sample, special=True) == auto_ids(tokenizer, sample, special=True)
-        same &= ours.encode_prompt(sample) == auto_ids(tokenizer, sample, template=True)
-        findings.exact("tokens", f"tokens (sample {index})", not same)
+    with quiet():
+        for index, sample in enumerate((*SAMPLES, *_own_samples(ours))):
+            if isinstance(ours, LibraryTokenizer) and ours.letters:
+                sample = "".join(character for character in sample if character in ours.vocab)
+            ids, expected = ours.encode(sample), auto_ids(tokenizer, sample)
+            same = ids == expected and ours.decode(ids) == tokenizer.decode(expected, clean_up_tokenization_spaces=False)
+            same &= ours.encode(sample, special=True) == auto_ids(tokenizer, sample, special=True)
+            same &= ours.encode_prompt(sample) == auto_ids(tokenizer, sample, template=True)
+            findings.exact("tokens", f"tokens (sample {index})", not same)
 
 
 def _own_samples(tokenizer: Tokenizer) -> Iterator[str]:

@@ -159,6 +159,11 @@ def _serve(orders: socket.socket, modules: str) -> list[str]:
     gc.disable()
     for name in modules.split():
         importlib.import_module(name)
+    if modules == MODULES:
+        from gpt2.pages.drawing import matplotlib_of_our_own
+
+        with matplotlib_of_our_own():  # looks for fonts when it is imported; a run of training draws its losses
+            pass
     gc.freeze()  # the forks share these pages, which to search for garbage would copy
     gc.enable()
     assert "huggingface_hub" not in sys.modules
