@@ -292,5 +292,5 @@ def explained(repo: str, revision: str = "", otherwise: str = LOCAL) -> Iterator
                 raise CheckpointError(f"{where}: check its disk and permissions, or set HF_HOME to another place") from error
             case _:
                 check = ", ".join(name for name in SETTINGS if os.environ.get(name)) or "HF_ENDPOINT"
-                what = f"{repo} at {hub} broke off ({one_line(cause)}): check the network and {check}, {otherwise}"
+                what = f"{repo}: the connection to {hub} failed ({one_line(cause)}): check the network and {check}, {otherwise}"
         raise InputError(what) from error

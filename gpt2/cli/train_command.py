@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from gpt2.cli.common import finish, note
-from gpt2.errors import InputError, printable
+from gpt2.cli.common import finish, note, wrote
+from gpt2.errors import InputError
 from gpt2.options import Command, argument, option, pick, require_unused
 
 EXAMPLES = """\
@@ -37,7 +37,7 @@ class TrainSettings(Command):
     settings: bool = option("list the recipe's keys with value and meaning, for --set", default=False)
     list_data: bool = option("show what would be trained on, and train nothing", default=False)
     init: str | None = option("fine-tune this model instead of training from scratch", "MODEL")
-    out: str | None = option("folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png)", "DIR")
+    out: str | None = option("folder of the run (default: out/RECIPE); for plot, the picture (default: loss.png here)", "DIR")
     set: tuple[str, ...] = option("override a key of the recipe; may be repeated", "KEY=VALUE", ())
     nproc: int = option("share each batch among N processes on this machine", "N", 1, least=1)
     fresh: bool = option("start again in a folder that holds a run", default=False)
@@ -60,7 +60,7 @@ def run(args: TrainSettings) -> int:
         require_unused(args, "plot: the numbers are in RUN/metrics.jsonl", ("json",))
         from gpt2.train.plot import plot
 
-        print(printable(str(plot(args.runs, args.out or "loss.png")), one_line=True), file=sys.stderr)
+        wrote(str(plot(args.runs, args.out or "loss.png").absolute()))
         return 0
     if args.runs:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")

@@ -89,7 +89,9 @@ class Cases:
         shown = [case for kind, cases in self.by_kind.items() if kind != "right" for case in cases[:SHOWN]]
         others = [case for kind, cases in self.by_kind.items() for case in (cases if kind == "right" else cases[SHOWN:])]
         if shown:
-            yield self._section("Cases", "those that turned, and the wrong ones; --html and --json have every answer", shown)
+            whole = "" if self.contains_a is None else "right is the whole answer, up to the end that the model writes; "
+            what = f"{whole}those that turned, and the wrong ones; --html and --json have every answer"
+            yield self._section("Cases", what, shown)
         if others:
             yield self._section("Other cases", "right in both, or more of a kind", others)
 

@@ -8,7 +8,7 @@ from gpt2.options import device_option, offline_option, option, seed_option
 
 THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 TEXT = "a text file or table, read as train reads it, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
-CASES = "also ask both your own questions: prompt and expected (or question and answer), or text and label"
+CASES = "also ask both your own questions: prompt and expected, the whole answer (or question and answer); or text and label"
 
 
 @dataclass(frozen=True)

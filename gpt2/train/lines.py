@@ -60,8 +60,8 @@ def ended(result: Result, recipe: Recipe) -> str:
 
 
 def promise(recipe: Recipe) -> str:
-    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else "no expected loss"
-    return f"{loss} · {recipe.takes}" if recipe.takes else loss
+    loss = f"expected validation loss {recipe.expect:g}" if recipe.expect else ""
+    return " · ".join(filter(None, (loss, recipe.takes))) or "no expected loss"
 
 
 def _duration(seconds: float) -> str:

@@ -106,6 +106,8 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
             settings, fill = order["settings"], not takes_directory
             diagnosis = diagnose_step(module, make_step, model, settings=settings, fill=fill, watch=watch)
         else:
+            if isinstance(build, type):
+                module.eval()  # its mode is of our making
             diagnosis = diagnose(module, model, fill=not takes_directory, progress=tell)
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
