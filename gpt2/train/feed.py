@@ -15,11 +15,13 @@ class StepRows(NamedTuple):
     """This rank's rows of a step, int64: inputs ``x`` and targets ``y`` (rows, context), of which some may be :data:`UNSCORED`.
 
     ``documents`` (rows, context) is given where documents are kept apart. ``scored`` (rows,), on the CPU, counts scored targets.
+    Behind the first ``width`` columns nothing is scored.
     """
 
     x: Tensor
     y: Tensor
     scored: Tensor
+    width: int
     documents: Tensor | None = None
 
 
@@ -59,8 +61,10 @@ class Feed:
         if self.end is not None:
             apart = documents(x, self.end)
             y = np.where(x == self.end, UNSCORED, y)  # the first token of a document is not predicted from the one before
-        counts = (y != UNSCORED).sum(1)
-        return StepRows(self.copied(x), self.copied(y), torch.from_numpy(counts), None if apart is None else self.copied(apart))
+        scored = y != UNSCORED
+        width = 1 + int(scored.any(0).nonzero()[0].max(initial=0))
+        counts = torch.from_numpy(scored.sum(1))
+        return StepRows(self.copied(x), self.copied(y), counts, width, None if apart is None else self.copied(apart))
 
     def copied(self, rows: np.ndarray) -> Tensor:
         own = torch.from_numpy(rows)

@@ -28,8 +28,10 @@ def optimizer_step(
     _seed(seed.generate_state(1, np.uint64)[0].item(), ranks.device)
     given = feed(recipe, step)
     n = part.grad_accum
-    x, y, scored_rows = given.x.chunk(n), given.y.chunk(n), given.scored.chunk(n)
-    apart = given.documents.chunk(n) if given.documents is not None else [None] * n
+    # What stands behind the last scored token changes nothing; but for each new shape, torch.compile compiles anew.
+    width = recipe.context if recipe.compile else given.width
+    x, y, scored_rows = given.x[:, :width].chunk(n), given.y[:, :width].chunk(n), given.scored.chunk(n)
+    apart = given.documents[:, :width].chunk(n) if given.documents is not None else [None] * n
     own = given.scored.sum().item()
     total = ranks.sum(own)[0] if feed.partial else own * ranks.size
     if not total:

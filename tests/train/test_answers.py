@@ -200,6 +200,19 @@ def test_a_run_on_answers(asked, tmp_path, layout):
     assert "held out" in " ".join(next(event.notes for event in events if isinstance(event, Started)))
 
 
+def test_the_filler_behind_the_longest_row_is_not_computed(asked):
+    """Short answers took the time of a whole context; compiled blocks keep it, for each new shape is compiled anew."""
+    recipe = replace(asked, context=64, model=replace(asked.model, n_positions=64), data=replace(asked.data, padded=True))
+    text, widths, found = corpus(recipe), [], []
+    trained = loop.models.new(recipe, text.tokenizer).double()
+    trained.h[0].register_forward_pre_hook(lambda block, inputs: widths.append(inputs[0].size(1)))
+    for compiled in (False, True):
+        feed = Feed(text.train_ids, marks=text.train_marks)
+        found.append(one_step(WithLoss(trained, partial=True), feed, replace(recipe, compile=compiled)))
+    assert widths[0] < 20 < widths[1] == 64
+    assert furthest(*found) < 1e-10
+
+
 def test_in_padded_rows_the_evaluation_is_the_loss_of_each_document_alone(asked, tmp_path):
     recipe = replace(asked, steps=1, data=replace(asked.data, padded=True))
     events = []
