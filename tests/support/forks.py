@@ -38,6 +38,7 @@ TESTS = Path(__file__).parents[1]
 MODULES = "torch safetensors.torch numpy httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console tiktoken"
 MODULES += " tokenizers torch._dynamo torch.distributed.fsdp gpt2.cli.main gpt2.checkpoint.hub gpt2.train.loop"
 MODULES += " gpt2.comparison.run"
+HOST = "support.forks"
 CALL = """
 import pickle, sys
 target, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
@@ -54,7 +55,8 @@ class Fork:
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed at the end)
         status, theirs = os.pipe()
         order = {"words": words, "environ": dict(environ), "cwd": str(cwd or Path.cwd()), "strict": strict}
-        socket.send_fds(_host(modules), [b" "], [*(file.fileno() for file in self._files), theirs])
+        handles = [int(words[-1])] if words[1] == HOST else []
+        socket.send_fds(_host(modules), [b" "], [*(file.fileno() for file in self._files), theirs, *handles])
         _host(modules).sendall(json.dumps(order).encode() + b"\n")
         os.close(theirs)
         self._status = os.fdopen(status)
@@ -142,8 +144,11 @@ def _host(modules: str) -> socket.socket:
     """Start the process that imports these modules and forks; it ends with this one."""
     ours, theirs = socket.socketpair()
     environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    command = [sys.executable, "-m", "support.forks", str(theirs.fileno()), modules]
-    process = subprocess.Popen(command, env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+    words = ["-m", HOST, modules, str(theirs.fileno())]
+    if modules.startswith(f"{MODULES} "):
+        process = start(*words, environ=environ)
+    else:
+        process = subprocess.Popen([sys.executable, *words], env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
     theirs.close()
 
     def end() -> None:
@@ -172,7 +177,7 @@ def _serve(orders: socket.socket, modules: str) -> list[str]:
     weakref.finalize._registered_with_atexit = False
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
     while True:
-        order, handles, _, _ = socket.recv_fds(orders, 1, 3)
+        order, handles, _, _ = socket.recv_fds(orders, 1, 4)
         if not order:
             sys.exit()
         while not order.endswith(b"\n"):
@@ -185,7 +190,7 @@ def _serve(orders: socket.socket, modules: str) -> list[str]:
             os.close(handle)
 
 
-def _begin(order: dict, out: int, err: int, status: int) -> list[str]:
+def _begin(order: dict, out: int, err: int, status: int, orders: int | None = None) -> list[str]:
     """Fork once more: one process reports the other's id and exit status, the other takes its place in the world."""
     if pid := os.fork():
         os.setpgid(pid, pid)  # a signal to its group is for it alone
@@ -204,7 +209,7 @@ def _begin(order: dict, out: int, err: int, status: int) -> list[str]:
     faulthandler.enable()
     if order["strict"]:
         warnings.simplefilter("error")
-    return order["words"]
+    return order["words"] if orders is None else [*order["words"][:-1], str(orders)]
 
 
 def _run(flag: str, what: str, *arguments: str) -> int:
@@ -226,7 +231,7 @@ def _run(flag: str, what: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    status = _run(*_serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2]))
+    status = _run(*_serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[1]))
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()
