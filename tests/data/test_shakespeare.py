@@ -49,7 +49,7 @@ def test_without_the_plays_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch)
     def absent(name: str) -> list:
         raise metadata.PackageNotFoundError(name)
 
-    shakespeare.plays.cache_clear()
+    shakespeare.files_of_plays.cache_clear()
     for files in (absent, lambda name: []):
         with monkeypatch.context() as patch:
             patch.setattr(shakespeare.metadata, "files", files)
