@@ -6,6 +6,7 @@ Security: a page is one self-contained file. Its content security policy allows 
 import base64
 import hashlib
 import math
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,18 @@ def render(script: str, data: object, **values: Any) -> str:
     Every value is escaped, except pictures of this package (the filter ``svg``). A page may have a ``body`` between its head and
     its sections, a template with a style sheet, and a field for a ``prompt`` where it is ``served``.
     """
+    from markupsafe import Markup
+
+    environment = _environment()
+    code = "".join(environment.loader.get_source(environment, part)[0] for part in (script and ("shared.js", f"{script}.js")))
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
+    values = {"body": "", "kind": "", "served": False, "error": None, "sections": (), **values}
+    return str(environment.get_template("report.html").render(data=data, script=Markup(code), script_hash=digest, **values))
+
+
+@cache
+def _environment() -> Any:
+    """Return what compiles the templates, once a process: half of the time of a page."""
     import jinja2
     from markupsafe import Markup
 
@@ -31,11 +44,8 @@ def render(script: str, data: object, **values: Any) -> str:
     strict: dict[str, Any] = {"autoescape": True, "undefined": jinja2.StrictUndefined}
     environment = jinja2.Environment(loader=loader, trim_blocks=True, lstrip_blocks=True, **strict)
     environment.filters |= {"pct": percent, "svg": Markup}
-    environment.globals |= {"levels": LEVELS, "zip": zip, "data": data}
-    code = "".join(loader.get_source(environment, part)[0] for part in (script and ("shared.js", f"{script}.js")))
-    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
-    values = {"body": "", "kind": "", "served": False, "error": None, "sections": (), **values}
-    return environment.get_template("report.html").render(script=Markup(code), script_hash=digest, **values)
+    environment.globals |= {"levels": LEVELS, "zip": zip}
+    return environment
 
 
 def number(value: float | None, form: str = "#.3g") -> str:
