@@ -11,8 +11,8 @@ from torch import Tensor
 
 from gpt2.port.fits.affine import Library, Linear, Norm
 from gpt2.port.fits.observed import Fit, Observed, dropped
-from gpt2.port.fits.wiring import SUMS, activation_fit, scores_fit, sum_fit
-from gpt2.port.graph import ATTENTION, MODULES, READS, Model, State, split
+from gpt2.port.fits.wiring import SUMS, activation_fit, mask_fit, scores_fit, sum_fit
+from gpt2.port.graph import ATTENTION, MODULES, READS, Model, State, right_scale, split
 
 
 class Fits:
@@ -52,6 +52,7 @@ class Fits:
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
             yield scores_fit(seen, q, k, self.config, layer, rows)
+            yield mask_fit(seen, q, k, right_scale(self.config, layer), self.model.ids, rows)
         elif node == "mlp.act":
             yield activation_fit(seen, state["mlp.c_fc"], rows)
         elif node in SUMS:

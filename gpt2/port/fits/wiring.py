@@ -14,7 +14,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.port.alternatives.attention import scale_faults
 from gpt2.port.fits.observed import SHOWN, Fit, Observed, combined, formula, nice
 from gpt2.port.graph import right_scale
-from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.causes import MASKED, Cause
 
 SUMS = ("mid", "")  # of stream and branch
 MOST_PAIRS = 2**22  # pairs of an id and a position that are tried
@@ -53,6 +53,29 @@ def scores_fit(seen: Observed, q: Tensor, k: Tensor, config: GPT2Config, layer: 
     factor = nice(float((z * log).sum() / z.square().sum().clamp(min=1e-300)), seen.loose)
     value = (factor * scores).masked_fill(~visible, -math.inf).softmax(-1)
     return seen.fitted(value, rows, *scale_faults(config, layer, factor * scale))
+
+
+def mask_fit(seen: Observed, q: Tensor, k: Tensor, scale: float, ids: Tensor, rows: Tensor) -> Fit | None:
+    """Return the softmax over other keys than GPT-2 shows: of a window, of all ids but some, or any others."""
+    causal, clear = torch.ones(seen.value.shape, dtype=torch.bool).tril(), CLEAR * seen.slack
+    visible = torch.where(causal & (seen.right <= clear), causal, seen.value > clear)
+    value = (q @ k.mT * scale).masked_fill(~visible, -math.inf).softmax(-1).nan_to_num(0.0)
+    hidden, tokens, faults = causal & ~visible, torch.arange(ids.shape[1]), list[Cause]()
+    if bool(hidden.any()):
+        batch, _, token, key = hidden.nonzero()[0].tolist()
+        behind, unseen = tokens[:, None] - tokens, hidden.diagonal(dim1=2, dim2=3).all(1)
+        size, own = int(behind.masked_fill(~hidden.any(0).any(0), len(tokens)).min()), ids[unseen].unique()
+        words = f"in row {batch} of the batch, token {token} does not see token {key}"
+        if torch.equal(hidden, (causal & (behind >= size)).expand_as(hidden)):
+            words = f"a token sees the last {size} tokens alone, itself among them"
+        elif bool(unseen.any()) and bool((~visible | ~torch.isin(ids, own)[:, None, None] | visible.all(-1, True)).all()):
+            words = f"tokens of id {', '.join(map(str, own[:SHOWN].tolist()))} are hidden, as padding is"
+        faults.append(Cause.at("mask-strict", "attn", words, mend=f"{MASKED}  # and nothing else is hidden"))
+    if bool((visible & ~causal).any()):
+        batch, _, token, key = (visible & ~causal).nonzero()[0].tolist()
+        faults.append(Cause.at("mask-missing", "attn", f"in row {batch} of the batch, token {token} sees token {key}"))
+    fit = seen.fitted(value, rows) if faults else None
+    return fit and fit._replace(faults=tuple(faults))
 
 
 def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:

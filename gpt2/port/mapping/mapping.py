@@ -37,7 +37,9 @@ def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2) ->
     if config.num_parameters() * context <= MAX_WORK:
         lengths.append(context)
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(vocabulary, (rows, each), generator=generator) for each in dict.fromkeys(lengths)]
+    texts = [torch.randint(vocabulary, (rows, each), generator=generator) for each in dict.fromkeys(lengths)]
+    texts[-1][0, ::3] = torch.tensor([0, vocabulary - 1]).repeat(texts[-1].size(1))[: len(texts[-1][0, ::3])]  # often of padding
+    return texts
 
 
 class Grid(NamedTuple):

@@ -1,11 +1,12 @@
 """Examine one port against one checkpoint: run all checks in order, and draw the conclusions."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +26,7 @@ from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
 from gpt2.port.mapping.filling import Own, fill, overwritten, own_weights, put
-from gpt2.port.mapping.mapping import WeightMap, probes
+from gpt2.port.mapping.mapping import LENGTHS, WeightMap, probes
 from gpt2.port.module.behaviour import Behaviour
 from gpt2.port.module.runs import Runs
 from gpt2.port.module.seen import seen
@@ -36,7 +37,7 @@ from gpt2.port.recording.forward import Borrowed, plain_attention
 from gpt2.port.recording.pool import Pool
 from gpt2.port.recording.recorder import give_shapes, record_probe
 from gpt2.port.search.blamed import effect_of_weights
-from gpt2.port.search.logits import Reference, padding_causes
+from gpt2.port.search.logits import Reference, error_of, padding_causes
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.budget import of_model
 from gpt2.port.terms.causes import SURE, Cause
@@ -140,12 +141,14 @@ class Examination:
         if worst <= self.runs.bound:
             lost = [cause for cause in self.structural if cause.id == "position-offset"]  # no text is long enough to show it
             return self._diagnosed(worst, [blank or behaviour.divergence], [*unread, *lost, *others])
-        wrong = next(number for number, error in enumerate(errors) if error > self.runs.bound)
+        least = self.runs.bound if worst <= ROUNDED_CONSTANT else max(self.runs.bound, ROUNDED_CONSTANT)
+        wrong = next(number for number, error in enumerate(errors) if error > least)
         if wrong and changing:
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
-        if wrong:
-            self.notes.append(f"your logits are right for {ids.size(1)} tokens; they part at {outputs[wrong][0].size(1)}")
         ids, logits = outputs[wrong]
+        if wrong:
+            self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at {ids.size(1)}")
+            ids, logits = self._cut(ids, logits, reference, least)
         self.ids = ids
         own_error = same.error(logits, ids)
         if own.placed and own_error <= self.runs.bound:
@@ -157,11 +160,19 @@ class Examination:
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
-            divergence, causes = self._walked(ids, own, reference, mixed, worst <= rounding)
+            divergence, causes = self._walked(ids, own, reference, mixed, worst <= rounding, outputs[-1])
         if worst <= rounding:
             causes, self.runs.bound = causes if self.exact else [], rounding
             self.notes += [f"your logits are right: float32's rounding explains errors up to {rounding:.1e}"] * (not causes)
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
+
+    def _cut(self, ids: Tensor, logits: Tensor, expected: Callable[[Tensor], Tensor], least: float) -> tuple[Tensor, Tensor]:
+        """Return ids (B, T) and their logits up to soon behind the first that is wrong by more than ``least``."""
+        far = (logits[..., : self.config.vocab_size] - expected(ids)[:, -logits.shape[1] :]).abs().amax((0, 2))
+        first = int((far > least * logits.square().mean().sqrt()).nonzero()[0])
+        shorter = ids[:, : first + LENGTHS[0]]
+        again = self.runs.run(shorter)
+        return (ids, logits) if isinstance(again, Exception) or error_of(again, expected(shorter)) <= least else (shorter, again)
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[Cause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
@@ -265,12 +276,13 @@ class Examination:
                 tensor.copy_(exact)
 
     def _walked(
-        self, ids: Tensor, own: Own, reference: Reference, mixed: bool, is_right: bool
+        self, ids: Tensor, own: Own, reference: Reference, mixed: bool, is_right: bool, last: tuple[Tensor, Tensor]
     ) -> tuple[Divergence | None, list[Cause]]:
         """Walk through GPT-2's stages with the module's own weights and recorded tensors.
 
         ``mixed``: rows of a batch change one another. What else is wrong shows in a batch of equal rows, unless it leaves
         nothing of them: a mean over the batch, subtracted, makes equal rows zero. ``is_right``: within float32's rounding.
+        ``last``: the longest ids and their logits, which what is found in ``ids`` may not explain.
         """
         weights = dict(own.weights)
         if own.placed and not bool(own.placed["wpe.weight"].any()):  # the walk finds what is added in place of positions
@@ -284,6 +296,11 @@ class Examination:
                 again = self._best_walk(pool, alike, reference, weights, own)
                 if again.explained or len(again.values) > len(walked.values):
                     walked = replace(again, first=walked.first or again.first)
+        foretold, least = walked.foretold(last[0]), max(self.runs.bound, ROUNDED_CONSTANT)
+        if foretold is not None and error_of(last[1], foretold) > least:
+            longer = self._cut(*last, lambda ids: cast(Tensor, walked.foretold(ids)), least)[0]
+            again = self._best_walk(self._pool(longer), longer, reference, weights, own)
+            walked, self.ids = (again, longer) if again.explained else (walked, self.ids)
         if is_right or walked.causes or self.weight_causes or not walked.explained:
             for one in walked.rounded:
                 words = f"{one.detail}, at {listed(one.places, self.config.n_layer)}"

@@ -53,7 +53,7 @@ class Runs:
                     f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
                 )
                 continue
-            logits = self._run(ids) if outputs else borrowed.widest(lambda: [self._run(some[0])])[0]
+            logits = self.run(ids) if outputs else borrowed.widest(lambda: [self.run(some[0])])[0]
             if isinstance(logits, Exception):
                 words = f"fails on ids of shape {tuple(ids.shape)}"
                 if not outputs:
@@ -83,7 +83,7 @@ class Runs:
         self.rewind()
         return run_deterministically(lambda: collect(self.module, ids.to(self.device), self.config), keep_casts)[0]
 
-    def _run(self, ids: Tensor) -> Tensor | Exception:
+    def run(self, ids: Tensor) -> Tensor | Exception:
         """Return the logits of ids (B, T), or the error."""
         self.rewind()
         try:

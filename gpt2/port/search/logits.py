@@ -46,10 +46,13 @@ class Reference:
         return self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
 
     def error(self, logits: Tensor, ids: Tensor) -> float:
-        """Return the worst relative error of a port's logits, for the columns and positions that it returns."""
-        ours = self(ids)
-        mine = logits[..., : ours.shape[-1]].to("cpu", torch.float64)
-        return worst_relative_error(mine, ours[:, -mine.shape[1] :])
+        """Return the worst relative error of a port's logits."""
+        return error_of(logits, self(ids))
+
+
+def error_of(mine: Tensor, right: Tensor) -> float:
+    """Return the worst relative error of a port's logits, for the columns and positions that it returns."""
+    return worst_relative_error(mine[..., : right.shape[-1]].to("cpu", torch.float64), right[:, -mine.shape[1] :])
 
 
 def require_logits(logits: Tensor, ids: Tensor, config: GPT2Config, who: str) -> Tensor:

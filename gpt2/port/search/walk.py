@@ -8,7 +8,7 @@ computed from the node that it changes; then those in texts that are read in cal
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +22,7 @@ from gpt2.port.alternatives.alternative import Alternative, schedules
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import dropped
 from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, Model
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, Program
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
@@ -44,7 +44,7 @@ class Walked:
 
     ``rounded``: faults within float32's rounding, as of a constant. ``values``: the program's own numbers by traced point.
     ``lost``: the first point that is not explained, None if all are. ``ended``: what was not tried, where the budget was
-    spent, in words.
+    spent, in words. ``foretold``: the program's logits (B, T, V) of other ids, as the walk explains it; None if that is unknown.
     """
 
     causes: tuple[Cause, ...]
@@ -55,6 +55,7 @@ class Walked:
     lost: str | None = None
     ended: str = ""
     rounded: tuple[Cause, ...] = ()
+    foretold: Callable[[Tensor], Tensor | None] = lambda ids: None
 
     def edge(self, layers: int) -> str:
         """Say which point is the last that was recognised, and which is the first that was not."""
@@ -130,7 +131,14 @@ class Search:
         causes, rounded = (tuple(cause for cause, is_rounded in both if is_rounded == kind) for kind in (False, True))
         first = self._first(lost)
         pool.budget = limit
-        return Walked(causes, explained, first, self.values | self.ending.normed, tuple(self.ran), lost, ended, rounded)
+        values, foretold = self.values | self.ending.normed, self._foretold if explained else Walked.foretold
+        return Walked(causes, explained, first, values, tuple(self.ran), lost, ended, rounded, foretold)
+
+    def _foretold(self, ids: Tensor) -> Tensor | None:
+        order = None if self.ran == list(range(self.layers)) else tuple(self.ran)
+        program, model = Candidate(tuple(self.blamed.sites), order).program or Program(), self.model.on_ids(ids)
+        model.budget = Budget()
+        return None if self.blamed.faults else model.trace(program)["logits"]
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's; before the first fault, by more than rounding to float32."""
