@@ -117,6 +117,33 @@ def test_a_mask_that_is_made_from_the_ids_hides_no_attention(model: gpt2.GPT2) -
     assert diagnose(module, model).ok
 
 
+PADDING = CONFIG.vocab_size - 1
+HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {  # from ids (B, T) to the keys that a token sees (B, T, T)
+    "a token sees the last 11 tokens alone": lambda ids: torch.ones(len(ids), *2 * ids.shape[1:]).triu(-10).bool(),
+    f"tokens of id {PADDING} are hidden": lambda ids: (ids != PADDING)[:, None].repeat(1, len(ids[0]), 1),
+}
+
+
+@pytest.mark.parametrize("words", [pytest.param(words, marks=pytest.mark.slow if "id" in words else []) for words in HIDDEN])
+def test_what_hides_keys_in_long_texts_alone_is_read_off_the_weights(words: str, model: gpt2.GPT2) -> None:
+    """A window of 11 hid behind the ReLU that the first text shows, and none held the last id, which is often that of padding."""
+    visible: list[Tensor] = []
+
+    def weigh(q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.mT / math.sqrt(q.shape[-1]) - 1e9 * ~visible[-1][:, None]
+        return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
+
+    def layer(block: nn.Module, x: Tensor) -> Tensor:
+        x = x + attend(block, block.ln_1(x), weigh)
+        return x + block.mlp.c_proj(F.relu(block.mlp.c_fc(block.ln_2(x))))
+
+    module = port(model, layer)
+    module.register_forward_pre_hook(lambda _, args: visible.append(HIDDEN[words](args[0])))
+    found = diagnose(module, model)
+    assert {cause.id for cause in found.causes} == {"mask-strict", "gelu-variant"}, found.table()
+    assert any(words in cause.detail for cause in found.causes), found.table()
+
+
 def unrecognised(model: gpt2.GPT2) -> nn.Module:
     """A port whose attention weighs by the distance of queries and keys, squared: nothing that is known."""
 
