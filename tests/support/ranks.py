@@ -69,7 +69,7 @@ class Run:
             loop.corpus = lambda recipe, *rest, **more: corpus(other, *rest, **more)
         elif self.change == "rank 0 begins late":
             parallel.SILENCE_TIMEOUT, begin = timedelta(seconds=6), loop.start
-            loop.start = lambda *args: time.sleep(9) or begin(*args)
+            loop.start = lambda *args: time.sleep(7) or begin(*args)
         elif self.change == "no folder on rank 0" and rank == 0:
             self.folder = self.folder / "file" / "run"
         elif self.change == "full disk on rank 0" and rank == 0:
