@@ -56,8 +56,6 @@ MODULES = f"{forks.MODULES} matplotlib.pyplot ipykernel.kernelapp torch._dynamo"
 EXERCISE = "exercise"  # the tag of a cell that checks a reader's answer
 ANSWERS = tomllib.loads((Path(__file__).parent / "support" / "exercises.toml").read_text())
 ROUNDING = re.compile(r"to the last\s+bit|,?\s*(to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # errors of some processors, left out if 0
-
-
 VARIES = "varies"  # the tag of a cell that prints times, or figures that depend on a training step's last digits
 
 

@@ -170,12 +170,9 @@ def test_a_compiled_run_goes_on_to_the_same_bits(recipe, tmp_path):
         "from gpt2.train.recipe import build; inductor.compile_threads = inductor.cpp.simdlen = 1;"  # less C++: no SIMD
         "inductor.cpp.vec_isa_ok = True; train(build(json.loads(sys.argv[1]), 'recipe'), sys.argv[2])"
     )
-
-    def run(steps_recipe, folder):
-        forks.run("-c", script, json.dumps(asdict(steps_recipe)), folder)
-
-    run(compiled, tmp_path / "whole")
+    words = ("-c", script, json.dumps(asdict(compiled)))
+    forks.run(*words, tmp_path / "whole")
     shutil.copytree(tmp_path / "whole", tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "step-6")  # as if killed before its last checkpoint
-    run(compiled, tmp_path / "run")
+    forks.run(*words, tmp_path / "run")
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
