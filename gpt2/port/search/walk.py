@@ -9,6 +9,7 @@ computed from the node that it changes; then those in texts that are read in cal
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -137,8 +138,10 @@ class Search:
     def _foretold(self, ids: Tensor) -> Tensor | None:
         order = None if self.ran == list(range(self.layers)) else tuple(self.ran)
         program, model = Candidate(tuple(self.blamed.sites), order).program or Program(), self.model.on_ids(ids)
-        model.budget = Budget()
-        return None if self.blamed.faults else model.trace(program)["logits"]
+        model.budget, made = Budget(), torch.empty(0)
+        with suppress(RuntimeError, IndexError):  # of another length, if it is read in calls
+            made = made if self.blamed.faults else model.trace(program)["logits"]
+        return made if made.shape[:2] == ids.shape else None
 
     def _first(self, lost: str | None) -> Divergence | None:
         """Return the first point whose value is not GPT-2's; before the first fault, by more than rounding to float32."""
