@@ -212,6 +212,8 @@ def _text(record: Record, field: str, where: str, key: str) -> str:
     if isinstance(value, str) or (key == "label" and isinstance(value, int)):
         return str(value)
     if field in record:
-        raise InputError(f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or set data.{key}")
+        raise InputError(
+            f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or name another: --set data.{key}=NAME"
+        )
     there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
-    raise InputError(f"{where}: no field {quoted(field)}, only {there}; set data.{key}")
+    raise InputError(f"{where}: no field {quoted(field)}, only {there}; name one: --set data.{key}=NAME")

@@ -95,7 +95,7 @@ class Text:
     sha256: str  # of ``text`` as UTF-8
     protocol: Protocol
     passages: tuple[str, ...] = ()
-    line_ends: str = ""  # in words, which of a user's file were read as others
+    remark: str = ""  # in words, what of a user's file is read otherwise than it stands there, or than training reads it
 
     @property
     def documents(self) -> list[str]:
@@ -105,7 +105,7 @@ class Text:
     def reading(self, tokenizer: Tokenizer) -> str:
         """Return in words how many documents there are, what stands before each, and what of the file is read otherwise."""
         count, name = len(self.documents), tokenizer.shown(tokenizer.parting) if len(self.documents) > 1 else ""
-        return "; ".join(filter(None, (f"{count:,} documents, each behind {name!r}" if name else "", self.line_ends)))
+        return "; ".join(filter(None, (f"{count:,} documents, each behind {name!r}" if name else "", self.remark)))
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the text; of several documents, each behind the token that parts documents."""
@@ -154,6 +154,7 @@ class Named:
     protocol: Protocol = RUNNING
     options: dict[str, str] = field(default_factory=dict)
     of_user: bool = False
+    remark: str = ""
 
 
 def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
@@ -172,12 +173,12 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
     try:
         source, text, passages = named.open(own, offline)
     except InputError as error:  # training reads the same texts, but its option for a file has another name
-        said = str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("set data.field", "name it text")
+        said = str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("name one: --set data.field=NAME", "name it text")
         raise type(error)(said.replace("--set data.path=TEXTS", OWN_FILE)) from error
     protocol = replace(named.protocol, context=sizes.get("context", named.protocol.context), stride=sizes.get("stride"))
-    line_ends = LINE_ENDS if named.of_user and "\r" in text else ""
-    text = text.replace("\r\n", "\n").replace("\r", "\n") if line_ends else text
-    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages, line_ends)
+    remark = LINE_ENDS if named.of_user and "\r" in text else named.remark
+    text = text.replace("\r\n", "\n").replace("\r", "\n") if remark is LINE_ENDS else text
+    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages, remark)
 
 
 def _parse(spec: str) -> tuple[Named, dict[str, str]]:
@@ -188,8 +189,9 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
         head, parts = before, after.split(",")
     if head == "-" or _is_file(head):
         where = "stdin" if head == "-" else os.path.abspath(head)
-        protocol = replace(RUNNING, context=_context_of(Path(head)))
-        named = Named(lambda own, offline: (where, _read(head), ()), protocol, of_user=not _of_documents(head))
+        context, remark = _of_run(Path(head))
+        protocol, of_user = replace(RUNNING, context=context), not _of_documents(head)
+        named = Named(lambda own, offline: (where, _read(head), ()), protocol, of_user=of_user, remark=remark)
     elif head in NAMES:
         named = NAMES[head]
     else:
@@ -207,11 +209,15 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     return named, options
 
 
-def _context_of(run: Path) -> int | None:
-    """Return the context of a training run, in which it evaluated what it held out; None of other folders and files."""
+def _of_run(run: Path) -> tuple[int | None, str]:
+    """Return the context in which a training run evaluated itself, and what it did not score; None and "" of what is none."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        return number(json.loads(read_all(run / "recipe.json"))["context"], int, 1)
-    return None
+        recipe = json.loads(read_all(run / "recipe.json"))
+        asked = f"prompts are scored too, which training only read; --cases {run} asks for the answers" * bool(
+            recipe["data"]["prompt"]
+        )
+        return number(recipe["context"], int, 1), asked
+    return None, ""
 
 
 def _is_file(path: str) -> bool:
