@@ -1,6 +1,7 @@
 """Read documents from text files (.txt, .md) and tables (:mod:`gpt2.data.tables`): one file, a folder, or a glob."""
 
 import glob
+import json
 import os
 import re
 import string
@@ -201,19 +202,22 @@ def _template(prompt: str) -> Callable[[Record, str], str]:
             raise InputError(f"recipe: data.prompt {quoted(prompt)}: write fields as {{name}}, and {{{{ }}}} for other braces")
 
     def filled(record: Record, where: str) -> str:
-        return "".join(before + ("" if name is None else _text(record, name, where, "prompt")) for before, name, _, _ in parts)
+        texts = (before + ("" if name is None else _text(record, name, where, "prompt", prompt)) for before, name, _, _ in parts)
+        return "".join(texts)
 
     return filled
 
 
-def _text(record: Record, field: str, where: str, key: str) -> str:
+def _text(record: Record, field: str, where: str, key: str, template: str = "") -> str:
     """Return a field's text. Raises InputError: it is missing, or not text; ``key`` is the setting that names it."""
     value = record.get(field)
     if isinstance(value, str) or (key == "label" and isinstance(value, int)):
         return str(value)
+    other = json.dumps(template.replace(f"{{{field}}}", "{NAME}"), ensure_ascii=False)
+    option = f"--set 'data.{key}={other}'" if template else f"--set data.{key}=NAME"
     if field in record:
         raise InputError(
-            f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or name another: --set data.{key}=NAME"
+            f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or name another: {option}"
         )
     there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
-    raise InputError(f"{where}: no field {quoted(field)}, only {there}; name one: --set data.{key}=NAME")
+    raise InputError(f"{where}: no field {quoted(field)}, only {there}; name one: {option}")
