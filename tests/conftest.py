@@ -10,7 +10,6 @@ import shutil
 import signal
 import sys
 from collections.abc import Iterator
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +48,8 @@ def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if backwards(config):
-        files = [list(of_a_file) for _, of_a_file in groupby(items, key=lambda item: item.path)]
-        items[:] = [item for of_a_file in reversed(files) for item in of_a_file]
+        place = {path: -number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
+        items.sort(key=lambda item: place[item.path])
 
 
 def pytest_collection_finish() -> None:
