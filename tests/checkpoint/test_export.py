@@ -225,10 +225,8 @@ def test_ids_beyond_the_vocabulary_become_the_end_of_the_text(tmp_path: Path, to
     """If the end-of-text id is out of range, llama.cpp uses token 11, GPT-2's comma, and stops at every comma."""
     source = saved(tmp_path / "source", replace(WIDE, bos_token_id=50256, eos_token_id=300, vocab_size=320), tokenizer)
     done = export(str(source), tmp_path / "gguf", format="gguf")
-    assert done.notes[1:] == (
-        "bos_token_id 50,256 is beyond the vocabulary, written as 299",
-        "eos_token_id 300 is beyond the vocabulary, written as 299",
-    )
+    beyond = "is beyond the vocabulary, written as 299"
+    assert done.notes[1:] == (f"bos_token_id 50,256 {beyond}", f"eos_token_id 300 {beyond}")
     assert config_of(GGUFFile(tmp_path / "gguf" / "model.gguf")) == WIDE
     assert tokenizer_of(GGUFFile(tmp_path / "gguf" / "model.gguf")).fingerprint == tokenizer.fingerprint
     assert export(str(source), tmp_path / "hf").config == WIDE

@@ -258,7 +258,5 @@ def test_a_full_disk_behind_stdout_is_one_line(monkeypatch: pytest.MonkeyPatch, 
     with monkeypatch.context() as patch, open("/dev/full", "wb") as full:
         patch.setattr(sys, "stdout", io.TextIOWrapper(full))
         assert main(["train", "--list"]) == 2
-    assert (
-        capsys.readouterr().err
-        == "gpt2 train: the output cannot be written (No space left on device); make room, or send it elsewhere\n"
-    )
+    said = "gpt2 train: the output cannot be written (No space left on device); make room, or send it elsewhere\n"
+    assert capsys.readouterr().err == said

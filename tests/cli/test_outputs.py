@@ -116,9 +116,8 @@ def test_only_what_a_checkpoint_is_read_from_is_hashed(tmp_path: Path, capsys) -
         (folder / name).touch()
         os.truncate(folder / name, 6 * 10**9)
     assert {path.name for path in open_path(folder).files().values()} == {path.name for path in ASSET.iterdir()} - {"README.md"}
-    assert "LICENSE: has 6,000,000,000 bytes, and such a file at most" in mistake(
-        capsys, "publish", str(folder), "a/b", "--dry-run"
-    )
+    said = mistake(capsys, "publish", str(folder), "a/b", "--dry-run")
+    assert "LICENSE: has 6,000,000,000 bytes, and such a file at most" in said
     os.truncate(folder / "vocab.json", 6 * 10**9)
     assert "vocab.json: has 6,000,000,000 bytes" in mistake(capsys, "info", str(folder))
 

@@ -37,9 +37,8 @@ def test_figures_by_their_definitions() -> None:
     for name in ("wte", "h.0.attn.q", "h.1.attn.weights", "h.1", "logits"):
         difference = (y[name] - x[name]).norm() / x[name].norm()
         assert found[name].error == pytest.approx(float(difference), rel=1e-12)
-        assert found[name].sqnr == pytest.approx(
-            10 * math.log10(float(x[name].square().sum() / (y[name] - x[name]).square().sum()))
-        )
+        ratio = float(x[name].square().sum() / (y[name] - x[name]).square().sum())
+        assert found[name].sqnr == pytest.approx(10 * math.log10(ratio))
         assert found[name].max_abs == pytest.approx(float((y[name] - x[name]).abs().max()))
         cosine = torch.nn.functional.cosine_similarity(x[name].flatten(), y[name].flatten(), dim=0)
         assert found[name].cosine == pytest.approx(float(cosine), rel=1e-9)

@@ -154,11 +154,8 @@ def test_the_layout_of_a_document():
     assert (ids.tolist(), marks.tolist()) == ([5, 6, 7, 9], [READ, READ, SCORED, SCORED])
     rows = [lay_out([5, 6], text, 9, 4, padded=True, tally=tally) for text in ([], [7], [7, 8])]
     assert [row.tolist() for row, _ in rows] == [[5, 6, 9, 9], [5, 6, 7, 9], [5, 6, 7, 8]]
-    assert [each.tolist() for _, each in rows] == [
-        [FILLER, READ, SCORED, FILLER],
-        [FILLER, READ, SCORED, SCORED],
-        [FILLER, READ, SCORED, SCORED],
-    ]
+    filled = [FILLER, READ, SCORED, SCORED]
+    assert [each.tolist() for _, each in rows] == [[FILLER, READ, SCORED, FILLER], filled, filled]
     lay_out([5] * 4, [7], 9, 4, padded=True, tally=tally)
     assert dict(tally) == {"documents": 5, "tokens": 22, "long": 2, "lost": 1}
 

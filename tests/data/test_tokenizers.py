@@ -164,9 +164,8 @@ def test_a_decoder_or_a_template_that_multiplies_a_text_is_refused(part: str, tm
         "decoder": {"decoder": {"type": "Sequence", "decoders": [replace({"String": "a"}, "aa")] * 40}},
         "template": {"post_processor": {"type": "Sequence", "processors": [{**once, "single": [whole] * 2}] * 40}},
     }
-    assert f"its {part} makes a text over 1,000 times as long" in refusal(
-        data.from_directory, word_level(tmp_path, {"a": 0}, **parts[part])
-    )
+    said = refusal(data.from_directory, word_level(tmp_path, {"a": 0}, **parts[part]))
+    assert f"its {part} makes a text over 1,000 times as long" in said
     assert data.from_directory(word_level(tmp_path, {"a": 0}, post_processor=once)).encode_prompt("a") == [0]
 
 

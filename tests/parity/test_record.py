@@ -57,10 +57,8 @@ def test_every_kind_is_reproduced_and_a_wrong_one_is_refused(checkpoint: Path, r
     stored = open_path(checkpoint)
     model, tokenizer = stored.load(torch.float32), stored.tokenizer()
     record = next(record for record in recorded if record.kind is kind)
-    assert (
-        compute("gpt2", [record], model, tokenizer).line()
-        == f"{record.numbers} of {record.numbers} numbers recorded by 1 other project"
-    )
+    whole = f"{record.numbers} of {record.numbers} numbers recorded by 1 other project"
+    assert compute("gpt2", [record], model, tokenizer).line() == whole
     report = compute("gpt2", [wrong(record)], model, tokenizer)
     assert not report.ok
     assert f"{record.numbers - 1} of {record.numbers} numbers" in report.line()

@@ -301,9 +301,8 @@ def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, rep
         names, few = ([point.name for point in each.check(check).points] for each in (again, report))
         assert sorted(names) == sorted(few)
         assert len(set(names)) == len(names)
-    assert [p.error for p in again.check("gradients-rounding").points] != [
-        p.error for p in report.check("gradients-rounding").points
-    ]
+    errors = [[point.error for point in each.check("gradients-rounding").points] for each in (again, report)]
+    assert errors[0] != errors[1]
 
 
 def test_a_model_in_memory_is_verified_as_it_computes(checkpoint: Path) -> None:
@@ -496,9 +495,8 @@ def test_it_stops_at_the_first_difference(checkpoint: Path) -> None:
     build = broken(block_run_twice)
     short, long = (verify(str(checkpoint), build=build, keep_going=keep_going) for keep_going in (False, True))
     assert short.first_divergence == long.first_divergence
-    assert {point.name for point in short.check("activations").points} < {
-        point.name for point in long.check("activations").points
-    }
+    few, all_of_them = ({point.name for point in each.check("activations").points} for each in (short, long))
+    assert few < all_of_them
     assert [check.id for check in long.checks if check.skipped] == []
     assert short.check("gradients").skipped
     assert not short.check("gradients").points

@@ -71,9 +71,8 @@ def test_settings_change_them(model: str) -> None:
     assert_steps(traced, *by_hand(model, 2, lr=3e-4, betas=(0.8, 0.95), decay=0.0, clip=0.0), 2)
     unclipped = gpt2.trace(model, ids=IDS, gradients=True, dtype="float64")
     assert torch.equal(traced.arrays["grad.wte.weight"], unclipped.arrays["grad.wte.weight"])
-    assert [name for name in traced.arrays if name.startswith("step1.")] == [
-        f"step1.{name}" for name in gpt2.load(model).state_dict()
-    ]
+    names = [f"step1.{name}" for name in gpt2.load(model).state_dict()]
+    assert [name for name in traced.arrays if name.startswith("step1.")] == names
 
 
 def test_mistakes_in_steps(model: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

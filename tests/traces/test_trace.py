@@ -219,9 +219,8 @@ def test_a_value_that_float16_cannot_hold_is_said(tmp_path: Path) -> None:
     with torch.no_grad():
         model.h[0].mlp.c_proj.bias += 1e6
     gpt2.save(model, None, tmp_path / "wide")
-    assert "h.0.mlp.c_proj: has values that float16 cannot hold" in refusal(
-        gpt2.trace, str(tmp_path / "wide"), ids=IDS, dtype="float16"
-    )
+    said = refusal(gpt2.trace, str(tmp_path / "wide"), ids=IDS, dtype="float16")
+    assert "h.0.mlp.c_proj: has values that float16 cannot hold" in said
 
 
 def test_the_command_writes_shows_and_says_as_json(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

@@ -16,9 +16,8 @@ NAMES = ("HAMLET", "OPHELIA", "FIRST CLOWN")
 
 def speeches(count: int) -> str:
     rng = random.Random(5)
-    return "\n".join(
-        f"{rng.choice(NAMES)}:\n" + "".join(f"{' '.join(rng.choices(WORDS, k=6))},\n" for _ in range(3)) for _ in range(count)
-    )
+    lines = lambda: "".join(f"{' '.join(rng.choices(WORDS, k=6))},\n" for _ in range(3))  # noqa: E731
+    return "\n".join(f"{rng.choice(NAMES)}:\n{lines()}" for _ in range(count))
 
 
 @pytest.fixture(scope="session")

@@ -179,6 +179,5 @@ def test_what_is_read_otherwise_than_meant_is_said(recipe, tmp_path):
     for text, running in ((names, True), (names.replace("\n", "\n\n"), False), ("a b c d\n" * 30, False)):
         assert ("24 lines are one running text" in noted(recipe, tmp_path / "one.txt", text)) == running
     labelled = "\n".join(json.dumps({"text": f"t{n} and more", "label": ["", "x", "y"][n % 3]}) for n in range(30))
-    assert "10 rows are left out: their label is empty" in noted(
-        recipe, tmp_path / "l.jsonl", labelled, label="label", padded=True
-    )
+    said = noted(recipe, tmp_path / "l.jsonl", labelled, label="label", padded=True)
+    assert "10 rows are left out: their label is empty" in said

@@ -241,14 +241,8 @@ def test_another_recipes_folder_is_refused_and_fresh_clears_it(recipe, run):
     assert "is in" in refusal(train, other, run, init=str(run / "best"), fresh=True)
     assert (run / "step-12" / "model.safetensors").read_bytes() == before
     train(other, run, fresh=True)
-    assert {path.name for path in run.iterdir()} == {
-        "best",
-        "held_out.jsonl",
-        "notes.txt",
-        "step-3",
-        "metrics.jsonl",
-        "recipe.json",
-    }
+    there = {"best", "held_out.jsonl", "notes.txt", "step-3", "metrics.jsonl", "recipe.json"}
+    assert {path.name for path in run.iterdir()} == there
     assert [row["step"] for row in metrics(run) if "loss" in row] == [1, 2, 3]
 
 

@@ -82,9 +82,8 @@ def test_weights_and_biases_gets_what_the_file_does(recipe, tmp_path, monkeypatc
     train(replace(recipe, wandb=True), tmp_path / "run")
     lines = metrics(tmp_path / "run")
     for name in ("loss", "val_loss", "lr", "grad_norm"):
-        assert [(row["at_step"], row[name]) for row in logged if name in row] == [
-            (row["step"], row[name]) for row in lines if name in row
-        ], name
+        written = [(row["step"], row[name]) for row in lines if name in row]
+        assert [(row["at_step"], row[name]) for row in logged if name in row] == written, name
     assert not any("sample" in row for row in logged)
     train(replace(recipe, wandb=True), tmp_path / "run")
     assert len({given["id"] for given in opened}) == 1 < len(opened)
