@@ -56,6 +56,7 @@ class Pool:
         self.budget = Budget()
         self._by_size: dict[int, list[tuple[float, int]]] = {}  # sum and number of the entries, by their sums
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
+        self._moments: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}  # by size and bound: of the entries, and how far off
         self._sorted: dict[int, Tensor] = {}
         self._unit = 0.0  # the largest error of storing an entry
 
@@ -69,6 +70,7 @@ class Pool:
         self._sums.append(_sums(entry))
         insort(self._by_size.setdefault(entry.numel(), []), (self._sums[-1][0], len(self.entries)))
         self.entries.append(entry)
+        self._moments.clear()
 
     @property
     def allowance(self) -> Mapping[str, float]:
@@ -159,20 +161,21 @@ class Pool:
         best = min(compared, default=None)
         return best if best is not None and best[0] <= bound else None
 
-    def holds_like(self, totals: Tensor, squares: Tensor, numel: int, bound: float) -> Tensor:
-        """Return which values of ``numel`` numbers may be entries, by their sums (N,) and the sums of their squares.
+    def holds_like(self, values: Tensor, bound: float) -> Tensor:
+        """Return which values (N, n) may be entries, by the sums of their numbers, their squares and their fourth powers.
 
         All that :meth:`find` finds are, though their last digits may be others than those of a value that is computed alone.
         """
-        some = [number for _, number in self._by_size.get(numel, [])]
-        if not some:
-            return torch.zeros(len(totals), dtype=torch.bool)
-        sums = torch.tensor([self._sums[number] for number in some], dtype=torch.float64)
-        loose = torch.tensor([bound + UNITS[self.dtypes[number]][0] + SCREENED for number in some], dtype=torch.float64)
-        size = (squares[:, None] / numel).sqrt() * numel
-        near = (sums[:, 0] - totals[:, None]).abs() <= loose * size + 1e-290
-        near &= (sums[:, 1] - squares[:, None]).abs() <= 2.2 * loose * squares[:, None] + 1e-290
-        return near.any(1) | ~squares.isfinite()
+        n, sums = values.shape[1], _moments(values)
+        if (n, bound) not in self._moments:
+            some = [number for _, number in self._by_size.get(n, [])]
+            each = [_moments(self.entries[number].flatten().nan_to_num(0.0, 0.0, 0.0)) for number in some]
+            allowed = torch.tensor([bound + UNITS[self.dtypes[number]][0] + SCREENED for number in some], dtype=torch.float64)
+            self._moments[n, bound] = torch.stack(each, 1), torch.tensor([[1.0], [2.2], [6.0]]) * allowed
+        held, loose = self._moments[n, bound]
+        sizes = torch.stack([(sums[1] * n).sqrt(), *sums[1:]])
+        far = (held[:, None] - sums[..., None]).abs() > loose[:, None] * sizes[..., None] + 1e-290
+        return ~far.any(0).all(1)
 
     def _in_order(self, number: int) -> Tensor:
         if number not in self._sorted:
@@ -187,6 +190,12 @@ def _sums(tensor: Tensor) -> tuple[float, float]:
         return total, squares
     finite = flat.nan_to_num(0.0, 0.0, 0.0)
     return float(finite.sum()), float(finite.dot(finite))
+
+
+def _moments(values: Tensor) -> Tensor:
+    """Return the sums of values (..., n), of their squares and of their fourth powers."""
+    squares = values.square()
+    return torch.stack([values.sum(-1), squares.sum(-1), squares.square().sum(-1)])
 
 
 def _slices(value: Tensor, axes: tuple[int, ...]) -> list[Tensor]:

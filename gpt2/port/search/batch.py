@@ -60,7 +60,7 @@ def _of_program(batch: State, n: int, node: str, x: Tensor) -> Tensor:
 
 
 def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int]) -> Tensor:
-    """Return a node of ``count`` programs (N, B, ...): by GPT-2's formula, and of those that replace it by their ``own``.
+    """Return a node of the first ``count`` programs (N, B, ...): by GPT-2's formula, where they replace it by their ``own``.
 
     ``batch``: their nodes so far, in this layout; ``shared``: nodes (B, ...) that all of them have. Programs whose value has
     another shape, or cannot be computed, are added to ``odd``.
@@ -68,8 +68,14 @@ def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, F
     if node == "embed":
         made = batch["x"]
     else:
-        read = {name: batch[name] if name in batch else torch.stack([shared[name]] * count) for name in READS.get(node, ("x",))}
-        made = RIGHT[node](c, {name: x.flatten(0, 1) for name, x in read.items()}).unflatten(0, (count, -1))
+        some = {
+            name: batch[name][:count] if name in batch else shared[name].expand(count, *shared[name].shape)
+            for name in READS.get(node, ("x",))
+        }
+        alike = not any(x.stride(0) for x in some.values())  # of all programs: computed once
+        read = {name: x[0] if alike else x.flatten(0, 1) for name, x in some.items()}
+        made = RIGHT[node](c, read)
+        made = made.expand(count, *made.shape) if alike else made.unflatten(0, (count, -1))
     charge(c, node, made)
     made = made.clone() if own else made
     every = {**shared, **batch}
@@ -190,7 +196,8 @@ class Batch:
         """
         part, model, odd, count = self.part, self.model, set[int](), len(programs)
         start = max(begin, self.entrance.layer)
-        x = torch.stack([self._entering(start)] * count)
+        x = self._entering(start)
+        x = x.expand(count, *x.shape)
         outside, site = by_node([one.outside for one in programs]), model.site(0)
         if begin < 0:
             x = in_rows(site, "embed", {}, {"x": x}, outside.get("embed", {}), count, odd)
@@ -198,7 +205,7 @@ class Batch:
             state, after = {"x": x}, -1
             if layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after
-                state = {node: torch.stack([y] * count) for node, y in self.entrance.state.items()}
+                state = {node: y.expand(count, *y.shape) for node, y in self.entrance.state.items()}
             until = part.until if layer == part.blocks[-1] else LAST
             own = by_node([one.blocks.get(layer, {}) for one in programs])
             for name in NODES[after + 1 : until + 1]:

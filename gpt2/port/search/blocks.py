@@ -1,6 +1,7 @@
 """A block as some alternatives compute it, from a program's own values where they are found; and whether its values show it."""
 
 import itertools
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -131,22 +132,24 @@ class Blocks:
 
         Their values are compared with the program's by sums alone.
         """
-        groups, nodes = dict[int, list[tuple[Alternative, Edits]]](), NODES[: ORDER[until] + 1]
-        is_last = until == "" and base.layer + 1 == self.layers
-        if not is_last and not any(self.observation.has_size(node, base.state[node]) for node in nodes):
+        is_last, nodes = base.layer + 1 == self.layers, NODES[: ORDER[until] + 1]
+        if not (is_last and until == "") and not any(self.observation.has_size(node, base.state[node]) for node in nodes):
             some = (one for one in some if self._reshapes(base, one))
-        for one in some:
-            both = merged(base.edits, edits) if (edits := one.at(base.layer)) else None
-            if both is not None:
-                groups.setdefault(min(map(ORDER.__getitem__, edits)), []).append((one, both))
-        most = rows_together(self.model, 1, len(self.model.table) if base.layer + 1 == self.layers else 1)
         # the last node of another shape, as of another number of heads: what begins before it is not run as rows
         odd = max((ORDER[node] for node in NODES if base.state[node].shape != self.shapes[node]), default=-1)
-        for begin, group in groups.items():
-            for few in (group[n : n + most] for n in range(0, len(group), most)):
-                self.observation.check()
-                shown = self._shown(base, begin, [edits for _, edits in few], until) if begin > odd else [True] * len(few)
-                yield from (one for (one, _), is_shown in zip(few, shown, strict=True) if is_shown)
+        rows = list[tuple[int, Alternative, Edits]]()  # each with the node at which it begins
+        for one in some:
+            both = merged(base.edits, edits) if (edits := one.at(base.layer)) else None
+            if both is not None and (begin := min(map(ORDER.__getitem__, edits))) > odd:
+                rows.append((begin, one, both))
+            elif both is not None:
+                yield one
+        rows.sort(key=lambda row: row[0])
+        most = rows_together(self.model, 1, len(self.model.table) if is_last else 1)
+        for few in (rows[n : n + most] for n in range(0, len(rows), most)):
+            self.observation.check()
+            shown = self._shown(base, [begin for begin, *_ in few], [edits for *_, edits in few], until)
+            yield from (one for (_, one, _), is_shown in zip(few, shown, strict=True) if is_shown)
 
     def _reshapes(self, base: Trial, one: Alternative) -> bool:
         """Return whether an alternative gives a node another shape, or cannot be computed."""
@@ -158,22 +161,24 @@ class Blocks:
                 return True
         return False
 
-    def _shown(self, base: Trial, begin: int, every: Sequence[Edits], until: str) -> list[bool]:
-        """Return whether what each of some edits changes may be found: in nodes from number ``begin`` to ``until``, or, behind a
-        whole block, in what follows."""
+    def _shown(self, base: Trial, begins: Sequence[int], every: Sequence[Edits], until: str) -> list[bool]:
+        """Return whether what each of some edits changes may be found: in nodes from its number of ``begins`` to ``until``, or,
+        behind a whole block, in what follows. They are sorted by their begin: the first ones have changed a node."""
         count, odd, batch, moved, edited = len(every), set[int](), State(), dict[str, set[int]](), by_node(every)
         shown, site = torch.zeros(count, dtype=torch.bool), self.model.site(base.layer, base.state)
-        for node in NODES[begin : ORDER[until] + 1]:
-            own = edited.get(node, {})
+        for node in NODES[begins[0] : ORDER[until] + 1]:
+            begun, right = bisect_right(begins, ORDER[node]), base.state[node]
+            own = {n: formula for n, formula in edited.get(node, {}).items() if n < begun}
             moved[node] = set(own).union(*(moved.get(read, ()) for read in READS[node]))
-            still = [n for n in range(count) if n not in moved[node]]
-            if len(still) < count:
-                batch[node] = in_rows(site, node, base.state, batch, own, count, odd)
-                batch[node][still] = base.state[node]
+            still = [n for n in range(begun) if n not in moved[node]]
+            if len(still) < begun:
+                made = in_rows(site, node, base.state, batch, own, begun, odd)
+                made[still] = right
+                batch[node] = torch.cat([made, right.expand(count - begun, *right.shape)]) if begun < count else made
                 if node not in HIDDEN:
-                    found = self.observation.may_find(node, batch[node])
+                    found = self.observation.may_find(node, made)
                     found[still] = False
-                    shown |= found
+                    shown[:begun] |= found
         layer = base.layer + 1 if base.layer + 1 < self.layers else None
         for some in ((), *self.known) if until == "" else ():
             edits = {node: formula for one in some for node, formula in one.at(layer).items()}

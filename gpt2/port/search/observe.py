@@ -49,12 +49,12 @@ class Observation:
         own = self.pool.adopt(given, match)
         return Seen(merge(own) if given.ndim == 4 and value.ndim == 3 else own, match.error, match.entries)
 
-    def _cuts(self, node: str, shape: Sequence[int]) -> Iterator[tuple[int, tuple[int, ...]]]:
-        """Yield the sizes of arrays that may hold a node's value of this shape, and the axes along which that is then cut."""
+    def _cuts(self, node: str, shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        """Yield the axes along which a node's value of this shape is cut where an array may hold it, or a slice of it."""
         axes = AXES.get(node, PIECES)
         for cut in ((), *((axis,) for axis in axes), axes):
-            if (numel := math.prod(size for axis, size in enumerate(shape) if axis not in cut)) in self.pool.sizes:
-                yield numel, cut
+            if math.prod(size for axis, size in enumerate(shape) if axis not in cut) in self.pool.sizes:
+                yield cut
 
     def _laid(self, node: str, value: Tensor) -> Tensor:
         """Return a node's value (..., B, T, D) as it is looked for: by heads, and scores without later tokens."""
@@ -69,10 +69,10 @@ class Observation:
     def may_find(self, node: str, values: Tensor) -> Tensor:
         """Return for which of a node's values (N, B, T, ...) :meth:`find` may find something; it finds nothing for the others."""
         values, found = self._laid(node, values), torch.zeros(len(values), dtype=torch.bool)
-        for numel, cut in self._cuts(node, values.shape[1:]):
-            part = values[tuple(0 if axis - 1 in cut else slice(None) for axis in range(values.ndim))].flatten(1)
+        for cut in self._cuts(node, values.shape[1:]):
+            part = values[tuple(0 if axis - 1 in cut else slice(None) for axis in range(values.ndim))] if cut else values
             self.pool.budget.spend(LOOKED, 2 * part.numel())
-            found |= self.pool.holds_like(part.sum(1), part.square().sum(1), numel, self.pool.tolerance_at(node))
+            found |= self.pool.holds_like(part.flatten(1), self.pool.tolerance_at(node))
         return found
 
     def may_be_logits(self, normed: Tensor, head: Tensor) -> Tensor:
