@@ -1,5 +1,6 @@
 """The limit of every search: how much it may compute, which is the same on every machine, and one limit of the clock."""
 
+import gc
 import math
 import time
 from collections.abc import Iterable, Iterator
@@ -9,6 +10,7 @@ SMALL = 20_000_000  # parameters of a model whose diagnosis must be quick
 WORK = {True: 1.5e6, False: 1e7}  # for a whole diagnosis, by whether the model is small: 20 and 120 s of a quiet core
 CLOCK = 900.0  # seconds after which a whole diagnosis ends, on however slow and busy a machine
 FEW = 4_000_000  # parameters of a model whose operators are too small to be shared between threads
+OLD = 1000  # collections of middle-aged objects before one of all, as in commands
 # What costs as much as calling one small operator.
 PRODUCTS = 100_000  # multiplications and additions of a matrix product
 ELEMENTS = 10_000  # numbers that an operator reads or writes
@@ -16,19 +18,22 @@ ELEMENTS = 10_000  # numbers that an operator reads or writes
 
 @contextmanager
 def few_threads(parameters: int) -> Iterator[None]:
-    """Let torch compute with one thread, if a model has FEW parameters.
+    """Let torch compute with one thread, if a model has FEW parameters; search all objects for garbage more rarely.
 
-    On a busy machine, threads that wait for each other after each small operator take 15 times the time of one.
+    On a busy machine, threads that wait for each other after each small operator take 15 times the time of one. To look through
+    all that torch's import has made, again and again, took a sixth of a diagnosis.
     """
     import torch
 
-    threads = torch.get_num_threads()
+    threads, (young, middle, old) = torch.get_num_threads(), gc.get_threshold()
     if parameters < FEW:
         torch.set_num_threads(1)
+    gc.set_threshold(young, middle, max(old, OLD))
     try:
         yield
     finally:
         torch.set_num_threads(threads)
+        gc.set_threshold(young, middle, old)
 
 
 def of_model(parameters: int) -> "Budget":
