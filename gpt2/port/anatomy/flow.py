@@ -58,7 +58,7 @@ class Flow:
         self.votes: dict[int, int] = {}
         self.mixes_places: set[int] = set()
         self._scores: set[int] = set()
-        self.place[: recording.ids.numel()] = torch.arange(recording.ids.numel())
+        self.place[1 : recording.ids.numel() + 1] = torch.arange(recording.ids.numel())
         readers: dict[NodeKind, Callable[[int, Node], None]] = {
             NodeKind.LOOKUP: self._lookup,
             NodeKind.CONTRACTION: self._contraction,
@@ -72,19 +72,21 @@ class Flow:
                 readers[node.kind](number, node)
 
     def blank(self) -> Tensor:
-        return torch.full((self.recording.stop - self.recording.tokens,), -1)
+        """Return a table without values; its first entry is that of all which is not computed."""
+        return torch.full((self.recording.stop - self.recording.tokens + 1,), -1)
 
     def at(self, table: Tensor, ids: Tensor) -> Tensor:
         """Read a table; -1 for parameters and for elements without an id."""
-        return torch.where(ids >= self.recording.tokens, table[(ids - self.recording.tokens).clamp(min=0)], -1)
+        return table.take((ids - (self.recording.tokens - 1)).clamp_(min=0))
 
     def put(self, table: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-        table[ids - self.recording.tokens] = values
+        table[ids - (self.recording.tokens - 1)] = values
         return table
 
     def of(self, table: Tensor, node: Node) -> Tensor:
         """Return a writable view of a table for all results of a node."""
-        return table[node.start - self.recording.tokens : node.stop - self.recording.tokens].view(node.shape)
+        first = node.start - self.recording.tokens + 1
+        return table[first : first + node.stop - node.start].view(node.shape)
 
     def origins(self, ids: Tensor) -> Tensor:
         return self.at(self.origin, ids)
@@ -98,8 +100,10 @@ class Flow:
 
     def owner(self, ids: Tensor) -> int:
         """Return the node of the first computed element among ``ids``; -1 if there is none."""
-        known = ids[ids >= self.recording.tokens]
-        return self.recording.owner(known.flatten()[0]) if known.numel() else -1
+        first = int(ids[(0,) * ids.ndim]) if ids.numel() else -1
+        if first < self.recording.tokens and ids.numel() > 1 and (known := ids[ids >= self.recording.tokens]).numel():
+            first = int(known[0])
+        return self.recording.owner(first) if first >= self.recording.tokens else -1
 
     def state_of(self, ids: Tensor) -> StreamState:
         return self.state.get(self.owner(ids), StreamState.NONLINEAR)

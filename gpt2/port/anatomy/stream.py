@@ -287,7 +287,7 @@ class Branches:
     def _partners(self) -> dict[int, int]:
         """By origin: a younger origin that was added to it."""
         joined = (self.flow.joined >= 0).nonzero()[:, 0]
-        return dict(zip(self.flow.joined[joined].tolist(), (joined + self.recording.tokens).tolist(), strict=True))
+        return dict(zip(self.flow.joined[joined].tolist(), (joined + self.recording.tokens - 1).tolist(), strict=True))
 
     def _attentions(self) -> list[Branch]:
         branches: dict[int, Branch] = {}

@@ -208,8 +208,10 @@ class WeightMap:
             placed = self.placed[name].view(-1, self.shapes[name][-1])
             placed[rows[inside][:, None], columns + first] = True
 
-    def _apart(self, ids: Tensor) -> list[Tensor]:
+    def _apart(self, ids: Tensor) -> list[Tensor] | list[slice]:
         """Return the indices of the ids in each storage, each id once; repeated ids in groups of their own."""
+        if len(ids) and self._storage(int(ids[0])) == self._storage(int(ids[-1])) and bool((ids.diff() > 0).all()):
+            return [slice(None)]
         order = ids.argsort(stable=True)
         _, run, counts = ids[order].unique_consecutive(return_inverse=True, return_counts=True)
         group = torch.bucketize(ids, torch.tensor(self._storages), right=True) * len(ids)

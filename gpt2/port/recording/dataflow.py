@@ -146,8 +146,12 @@ class Recording:
         """Return the index of the node that computed each element; -1 for others."""
         return torch.searchsorted(self._starts, ids.contiguous(), right=True) - 1
 
+    @cached_property
+    def _sorted_starts(self) -> list[int]:
+        return self._starts.tolist()
+
     def owner(self, id: Tensor | int) -> int:
-        return int(self.owners(torch.as_tensor(int(id))))
+        return bisect.bisect_right(self._sorted_starts, int(id)) - 1
 
     def source(self, id: int) -> Holder:
         return next(source for source in self.sources if source.region.start <= id <= source.region.last)
@@ -168,8 +172,11 @@ class Recording:
 
 def unravelled(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
     """Return the indices of the elements with these numbers, as torch.unravel_index, which imports sympy, does."""
-    steps = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
-    return tuple(numbers // max(step, 1) % max(size, 1) for size, step in zip(shape, steps, strict=True))
+    indices = list[Tensor]()
+    for size in shape[:0:-1]:
+        indices.append(numbers % max(size, 1))
+        numbers = numbers // max(size, 1)
+    return (*([numbers] if shape else []), *reversed(indices))
 
 
 def without_repeats(tensor: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 import traceback
 from collections.abc import Callable
-from functools import cache
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -28,15 +27,17 @@ CONTRACTIONS = {"mm", "addmm", "bmm", "baddbmm"}
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)
 NORMAL = {"randn", "randn_like", "normal_", "normal"}
 RANDOM = {*NORMAL, "rand", "rand_like", "uniform_", "randint", "randint_like", "randperm", "multinomial"}
+SPECIAL = {*CONTRACTIONS, *RANDOM, "_to_copy", "native_dropout", "bernoulli", "bernoulli_"}  # in a deterministic run
 
 
 class Operator(NamedTuple):
     """What torch says of an operator, read once: each look at its schema makes the schema anew.
 
     ``name``: without namespace and overload: "mm", "add_". ``written``: the arguments that it changes. ``composite``: made of
-    others; only inference mode lets such a one reach a dispatch mode.
+    others; only inference mode lets such a one reach a dispatch mode. ``func`` keeps its address, by which it is found.
     """
 
+    func: OpOverload
     name: str
     arguments: tuple[str, ...]
     written: tuple[str, ...]
@@ -44,10 +45,10 @@ class Operator(NamedTuple):
     composite: bool
 
 
-@cache
 def _operator(func: OpOverload) -> Operator:
     arguments, key = func._schema.arguments, torch._C.DispatchKey.CompositeImplicitAutograd
     return Operator(
+        func,
         func._schema.name.removeprefix("aten::"),
         tuple(one.name for one in arguments),
         tuple(one.name for one in arguments if one.alias_info is not None and one.alias_info.is_write),
@@ -56,12 +57,17 @@ def _operator(func: OpOverload) -> Operator:
     )
 
 
+OPERATORS: dict[int, Operator] = {}  # by address: to hash an operator takes a call in Python
+
+
 class OperatorCall:
     """A call of an operator that reached a kernel."""
 
+    __slots__ = ("args", "func", "kind", "kwargs", "name", "writes")
+
     def __init__(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.kind = _operator(func)
+        self.kind = OPERATORS.get(id(func)) or OPERATORS.setdefault(id(func), _operator(func))
         self.name, self.writes = self.kind.name, bool(self.kind.written)
 
     def run(self) -> Any:
@@ -170,6 +176,8 @@ class DeterministicMode(OperatorMode):
     def handle(self, call: OperatorCall) -> Any:
         self.operators += 1
         name, args = call.name, call.args
+        if self._mask is None and name not in SPECIAL:
+            return call.func(*args, **call.kwargs)
         if name in CONTRACTIONS:
             self._summed = call.inputs[-1].shape[-2]
         if name == "_to_copy" and args[0].dtype == torch.float64 and call.kwargs.get("dtype") in NARROWER:
