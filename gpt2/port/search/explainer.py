@@ -93,8 +93,8 @@ class Explainer:
             bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
             for few, values in Batch(part, 1).values(pairs):
                 self.observation.check()
-                near = [bool(((rows - value).abs().flatten(1).amax(1) <= bounds).any()) for value in values]
-                for (one, _), (two, _) in (few[n].sites for n, is_near in enumerate(near) if is_near):
+                near = [(values - row).abs().flatten(1).amax(1) <= bound for row, bound in zip(rows, bounds, strict=True)]
+                for (one, _), (two, _) in (few[n].sites for n in torch.stack(near).any(0).nonzero()[:, 0].tolist()):
                     trial = self.blocks.tried(base, one, shown=False)
                     whole = None if trial is None else self.blocks.tried(trial, two)
                     if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well

@@ -149,10 +149,10 @@ class Search:
             return self.blamed.first
         pool, narrow = self.observation.pool, self.observation.pool.narrow
         least = LOOSE if narrow and not pool.allowance else FLOAT64_BOUND
-        allowed = self.rounding.points if self.rounding else pool.allowance
+        tolerance = self.rounding or pool.tolerance
         for point in points(self.layers):
             if self.blamed.first is not None and point == self.blamed.first.point:
-                allowed = pool.allowance
+                tolerance = pool.tolerance
             place, right = Place.of(point).part, self.exact.get(point)
             if point == lost and lost != "logits":  # of the array that is most like GPT-2's value
                 seen = None if right is None else next(self.observation.unexplained(place, right, ()), None)
@@ -160,7 +160,7 @@ class Search:
             if point in self.computed and right is not None and self.observation.find(place, right) is None:
                 value = self.computed[point]
                 error = worst_relative_error(value, right) if value.shape == right.shape else math.inf
-                if error > max(allowed.get(point, 0.0), least):
+                if error > least and error > (tolerance.points.get(point, 0.0) if tolerance else 0.0):
                     return Divergence(point, error)
         return self.blamed.first
 

@@ -1,6 +1,8 @@
 """How far a right program's numbers may be from ours: by what rounding explains, and by how its dump stores them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,21 +29,29 @@ class Tolerance:
     """The allowed errors of values computed in ``dtype``, relative to the root mean square.
 
     ``points``: at each traced point, all rounding since the embeddings included. ``stages``: within one block, by part of
-    a block or point outside. The rounding of storage is in neither: see :func:`excess`.
+    a block or point outside. The rounding of storage is in neither: see :func:`excess`. ``explained`` gives the points, which a
+    walk through a module seldom needs.
     """
 
     dtype: torch.dtype
-    points: dict[str, float]
+    explained: Callable[[], dict[str, float]]
     stages: dict[str, float]
+
+    @cached_property
+    def points(self) -> dict[str, float]:
+        return self.explained()
 
 
 def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torch.dtype) -> Tolerance:
     """Compute what rounding to ``dtype`` explains on ``ids`` (B, T); ``exact`` is the trace of ``reference``, in float64."""
     if dtype == torch.float64:
-        return Tolerance(dtype, dict.fromkeys(exact, FLOOR), {part_of(point): FLOOR for point in exact})
+        return Tolerance(dtype, lambda: dict.fromkeys(exact, FLOOR), {part_of(point): FLOOR for point in exact})
     least = 4 * UNITS[dtype][0]
-    explained = explained_errors(reference, ids, dtype, worst_relative_error, exact)
-    allowed = {point: SLACK * max(error, least) for point, error in explained.items()}
+
+    def allowed() -> dict[str, float]:
+        explained = explained_errors(reference, ids, dtype, worst_relative_error, exact)
+        return {point: SLACK * max(error, least) for point, error in explained.items()}
+
     model = rounded_weights(reference, dtype)
     for layer, block in enumerate(model.h):  # from here on, each block takes the exact stream
         stream = exact["embed" if layer == 0 else point_at(layer - 1, "")].to(dtype).double()
