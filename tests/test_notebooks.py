@@ -44,9 +44,9 @@ SHORTER = {  # a reader's run, and a test's, which shows the same
     'steps=500", "eval_every=100': 'steps=110", "eval_every=110',
     'steps=200", "eval_every=40': 'steps=40", "eval_every=40',
     'steps=90", "batch_size=4", "eval_every=18': 'steps=4", "batch_size=4", "eval_every=4',
-    'steps=260", "eval_every=52': 'steps=104", "eval_every=104',
-    'steps=184", "eval_every=46': 'steps=61", "eval_every=61',
-    '"patience=4"': '"patience=2", "batch_size=4"',
+    'steps=260", "eval_every=52': 'steps=95", "eval_every=95',
+    'steps=184", "eval_every=46': 'steps=50", "eval_every=50',
+    '"patience=4"': '"patience=2", "batch_size=4", "eval_tokens=1536"',
     '"optim.lr=8e-4", "dropout=0", "eval_every=12"': '"optim.lr=1.6e-3", "dropout=0", "eval_every=9"',
     'steps=120", "eval_every=40': 'steps=30", "eval_every=30',
     "for n in range(4)": "for n in range(1)",  # runs that are timed
