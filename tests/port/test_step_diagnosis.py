@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.steps import COMBINED, FAULTY_STEPS, MEANINGS, module_of, our_model
+from support.steps import COMBINED, FAULTY_STEPS, MEANINGS, module_of, our_model, right_model
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
 from torch.func import functional_call, grad, vmap
@@ -103,7 +103,7 @@ PLAIN = {"clip": "pass", "rate": "pass"}
 def test_a_bias_without_effect_need_not_move():
     """Bug: the gradient of a key's bias is rounding, so SGD does not move it; it was called missing from the optimizer."""
     make_step = step_of(optimizer="torch.optim.SGD(params, lr=1e-3)", **PLAIN)
-    said = gpt2.diagnose_step(module_of("heads"), make_step, our_model())
+    said = gpt2.diagnose_step(module_of("heads"), make_step, right_model())
     assert "parameter-missing" not in [cause.id for cause in said.causes], said.table()
 
 
@@ -111,7 +111,7 @@ def test_the_loss_of_later_calls_is_judged():
     """Only the first call's loss was: a step that is right once was equal."""
     smoothed = "F.cross_entropy(logits, targets, label_smoothing=0.1 * (step > 1))"
     make_step = step_of(labels="labels = labels if step == 0 else x", loss=smoothed, **PLAIN)
-    said = gpt2.diagnose_step(our_model(), make_step, our_model())
+    said = gpt2.diagnose_step(our_model(), make_step, right_model())
     assert {cause.id for cause in said.causes} == {"labels-not-shifted", "label-smoothing"}, said.table()
 
 
@@ -119,14 +119,14 @@ def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
     """It was listed twice, where the settings have a prompt: once from the batches in which some targets are -100."""
     settings = {"grad_accum": 2, "data.prompt": "p"}
     make_step = step_of(2, backward="(loss / 4).backward()", **PLAIN)
-    causes = gpt2.diagnose_step(our_model(), make_step, our_model(), settings=settings).causes
+    causes = gpt2.diagnose_step(our_model(), make_step, right_model(), settings=settings).causes
     places = [(one.id, one.where) for one in causes]
     assert places.count(("accumulation-average-wrong", "loss")) == 1
     assert len(set(places)) == len(places)
     with pytest.raises(InputError, match=r"model alone.*missing 1 required"):
-        gpt2.diagnose_step(our_model(), lambda model, lr: None, our_model())
+        gpt2.diagnose_step(our_model(), lambda model, lr: None, right_model())
     with pytest.raises(InputError, match=r"takes a torch\.nn\.Module.*str"):
-        gpt2.diagnose_step("gpt2", make_step, our_model())
+        gpt2.diagnose_step("gpt2", make_step, right_model())
 
 
 GROUPS = "groups = [{'params': [p], 'weight_decay': 0.1 * %s} for name, p in model.named_parameters()]"
@@ -205,7 +205,7 @@ def said_of(kind: str, lines: tuple[tuple[str, str], ...]) -> Diagnosis:
     for word in kind.split():
         settings |= KINDS.get(word, {})
     settings = {key: value for key, value in settings.items() if value is not None}
-    return gpt2.diagnose_step(our_model(), step_of(settings["grad_accum"], **dict(lines)), our_model(), settings=settings)
+    return gpt2.diagnose_step(our_model(), step_of(settings["grad_accum"], **dict(lines)), right_model(), settings=settings)
 
 
 @pytest.mark.parametrize("id", each(HEALED))
@@ -237,7 +237,7 @@ def test_right_steps_are_equal_and_their_modules_untouched(name):
     step = RIGHT_STEPS[name]
     module = step.module()
     before = {name: value.clone() for name, value in module.state_dict().items()}
-    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.given)
+    diagnosis = gpt2.diagnose_step(module, step.make_step, right_model(), settings=step.given)
     assert json.loads(diagnosis.to_json())["verdict"] == "equal", diagnosis.table()
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
     assert all(p.grad is None and p.requires_grad and p.dtype == torch.float32 for p in module.parameters())
@@ -250,7 +250,7 @@ def test_a_head_of_its_own_is_named_where_the_forward_pass_differs_too():
     module = step.module()
     module.lm_head.weight = torch.nn.Parameter(module.lm_head.weight.detach().clone())
     module.transformer["ln_f"].weight.data += 0.1
-    diagnosis = gpt2.diagnose_step(module, step.make_step, our_model(), settings=step.given)
+    diagnosis = gpt2.diagnose_step(module, step.make_step, right_model(), settings=step.given)
     assert "tied-gradient-lost" in [cause.id for cause in diagnosis.causes], diagnosis.table()
     assert any("were not compared" in note for note in diagnosis.notes)
 
@@ -262,7 +262,7 @@ unset = step_of(optimizer="torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95),
 @pytest.mark.slow
 def test_settings_that_are_not_given_are_read_off() -> None:
     """Without expectations a rate or a decay on norms is no fault, but a sentence."""
-    found = gpt2.diagnose_step(our_model(), unset, our_model())
+    found = gpt2.diagnose_step(our_model(), unset, right_model())
     assert found.verdict == "equal"
     for words in ("rate of 0.0003", "betas of 0.9 and 0.95", "weight decay of 0.02, on", "norms", "no clipping"):
         assert words in " ".join(found.notes)
@@ -271,7 +271,7 @@ def test_settings_that_are_not_given_are_read_off() -> None:
 def test_two_decays_are_read_off_as_two() -> None:
     """A key with a typing error left AdamW's own decay to norms and biases: one decay of 0.01 was said, on all."""
     groups = LINES["groups"].replace("* (p.ndim > 1)", "if p.ndim > 1 else 0.01")
-    found = gpt2.diagnose_step(our_model(), step_of(**PLAIN, groups=groups), our_model())
+    found = gpt2.diagnose_step(our_model(), step_of(**PLAIN, groups=groups), right_model())
     words = "read off: a weight decay of 0.1, on matrices, embeddings, and of 0.01, on norms, biases"
     assert (found.verdict, words in found.notes) == ("equal", True), found.notes
 
@@ -313,7 +313,7 @@ def per_example(model):
 def test_a_bad_step_is_one_line(maker, words: str) -> None:
     """A traceback of ours hides what the user has to change."""
     with pytest.raises(InputError, match=words) as caught:
-        gpt2.diagnose_step(our_model(), maker, our_model())
+        gpt2.diagnose_step(our_model(), maker, right_model())
     assert "\n" not in str(caught.value)
 
 

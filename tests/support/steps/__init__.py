@@ -65,13 +65,14 @@ MEANINGS = {word: _meaning(**row) for rows in _FOUND.values() for word, row in r
 
 
 @cache
-def _ours() -> GPT2:
+def right_model() -> GPT2:
+    """The model that every step is compared with; nobody changes it."""
     return random_model(CONFIG, 0.2, 0.1, dtype=torch.float32, seed=5)
 
 
 def our_model() -> GPT2:
-    """A model of random weights, in float32 and eval mode."""
-    return copy.deepcopy(_ours())
+    """The same model, for whoever trains it: random weights, in float32 and eval mode."""
+    return copy.deepcopy(right_model())
 
 
 def module_of(kind: str) -> nn.Module:
@@ -80,7 +81,7 @@ def module_of(kind: str) -> nn.Module:
         module: nn.Module = our_model()
     else:
         module = PORTS[kind].build(CONFIG).float()
-        PORTS[kind].fill(module, our_model().state_dict())
+        PORTS[kind].fill(module, right_model().state_dict())
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import gpt2
 from gpt2.port.terms.report import Diagnosis
-from support.steps import Step, our_model
+from support.steps import Step, right_model
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def diagnosis_of(step: Step) -> Diagnosis:
     """What `diagnose_step` says of a step whose settings are all given."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the authors' own
-        return gpt2.diagnose_step(step.module(), step.make_step, our_model(), settings=step.given)
+        return gpt2.diagnose_step(step.module(), step.make_step, right_model(), settings=step.given)
 
 
 def score_step(name: str, step: Step, diagnosis: Diagnosis, seconds: float = 0.0) -> StepRow:
