@@ -53,9 +53,7 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkey
 @pytest.mark.slow
 def test_weights_that_nothing_names_are_placed_with_little_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search said that the first block's scores are wrong: it compared scores with masked ones without.
-
-    Where the layer's input and result are recorded, a note says which weights are unknown. Logits alone stay undetermined.
-    """
+    Where the layer's input and result are recorded, a note says which weights are unknown. Logits alone stay undetermined."""
     model = checkpoint()
     weight = model.h[1].mlp.c_fc.weight
     with torch.no_grad():

@@ -85,9 +85,7 @@ def test_a_feed_forward_as_wide_as_the_stream_does_not_hold_every_dropout() -> N
 @pytest.mark.slow
 def test_what_else_is_wrong_is_found_where_rows_change_one_another(model: gpt2.GPT2) -> None:
     """attention(x)[0] gives every row the first row's result; the walk was lost there, and the next fault went unseen.
-
-    Logits of one position were taken for those of rows that are all zero.
-    """
+    Logits of one position were taken for those of rows that are all zero."""
 
     def layer(block: nn.Module, x: Tensor) -> Tensor:
         normed = block.ln_1(x)
@@ -154,6 +152,19 @@ def test_an_attention_that_nothing_recognises_is_undetermined_at_its_place(model
     assert found.causes == ()
     assert "h.0.attn.v is the last stage that was recognised; h.0.attn.weights is the first that was not" in found.notes[0]
     assert any("in block 2" in stage for stage in stages)
+
+
+@pytest.mark.parametrize(
+    ("id", "change"), [("residual-scaled", lambda x: 1.5 * x), ("extra-norm", lambda x: F.layer_norm(x, x.shape[-1:]))]
+)
+def test_what_a_hook_does_behind_a_faulty_block_is_named(id: str, change: Callable[[Tensor], Tensor], model: gpt2.GPT2) -> None:
+    """The block's own result was found, and the next norm had another epsilon, or its branch was added to the normed stream."""
+    module = port(
+        model, lambda block, x: (y := x + block.attn(block.ln_1(x))) + block.mlp.c_proj(F.relu(block.mlp.c_fc(block.ln_2(y))))
+    )
+    module.transformer["h"][0].register_forward_hook(lambda block, args, x: change(x))
+    found = diagnose(module, model)
+    assert {cause.id for cause in found.causes} == {id, "gelu-variant"}, found.table()
 
 
 def test_cosines_of_rounded_frequencies_are_found(model: gpt2.GPT2) -> None:

@@ -113,9 +113,7 @@ class HubStandIn:
         commit: str | None = None,
     ) -> str:
         """Commit ``files`` (the whole tree) on ``branch``, creating the repository if need be. Returns the commit.
-
-        A data set's ``name`` begins with "datasets/".
-        """
+        A data set's ``name`` begins with "datasets/"."""
         repo = self.repos.setdefault(name, Repo())
         tree = {path: File(c.read_bytes() if isinstance(c, Path) else c, path in lfs) for path, c in files.items()}
         seed = json.dumps([name, branch, len(repo.commits), sorted((path, file.etag) for path, file in tree.items())])

@@ -64,9 +64,7 @@ def oracle(weights: dict[str, Tensor], config: GPT2Config, ids: list[int]) -> Te
 
 def as_the_guide_does(logits_of: Callable[[Tensor], Tensor], ids: Tensor, context: int, stride: int) -> float:
     """The loss of ``ids`` (T,) by the loop of Hugging Face's guide to perplexity, where only new tokens have labels.
-
-    The guide weighs each window by its labels less one. That is almost the mean over scored tokens, which this computes.
-    """
+    The guide weighs each window by its labels less one. That is almost the mean over scored tokens, which this computes."""
     total = count = previous = 0
     for begin in range(0, len(ids), stride):
         end = min(begin + context, len(ids))

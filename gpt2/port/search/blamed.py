@@ -88,6 +88,10 @@ class Blamed:
         if self.first is None and not departure.rounded:
             self.first = Divergence(point, missed)
 
+    def forget(self, alternatives: Sequence[Alternative], faults: Sequence[Cause]) -> None:
+        """Take back what was blamed last, that of one block."""
+        del self.sites[len(self.sites) - len(alternatives) :], self.faults[len(self.faults) - len(faults) :]
+
     def causes(self, explained: bool) -> Iterator[tuple[Cause, bool]]:
         """Yield the causes, and whether each is no more than rounding to float32."""
         sequence = sequence_faults(self.ran, self.model.config.n_layer, self.right is not None) if explained else []

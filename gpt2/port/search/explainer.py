@@ -40,11 +40,7 @@ class Explainer:
 
     def explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do. ``reached``: how far they do."""
-        self.reached = base
-        knowns = list(self._with_known(base))
-        for trial in knowns:
-            if self.blocks.goes_on(trial):
-                return trial
+        self.reached, knowns = base, list(self._with_known(base))
         for _ in range(MOST_FAULTS):
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
@@ -63,11 +59,19 @@ class Explainer:
             base = self.reached = part
         return None
 
+    def as_before(self, base: Trial) -> Trial | None:
+        """Return a block with the faults of an earlier block, if they explain it."""
+        return next((trial for trial in self._with_known(base) if self.blocks.goes_on(trial)), None)
+
     def changed_behind(self, last: Trial) -> Trial | None:
         """Return a block that is right, but whose result is changed before the next block reads it; None if no change fits."""
-        some = (self.blocks.tried(last, one) for one in self.inner if not last.edits and set(one.edits) == {""})
+        some = (self.blocks.tried(last, one) for one in self.inner if set(one.edits) == {""})
         shown = (one for one in some if one is not None and self.blocks.shown_behind(one.layer, one.state[""]))
-        return min(shown, key=_likelihood, default=None)
+        if (best := min(shown, key=_likelihood, default=None)) is not None:
+            return best
+        arrays = self.observation.unexplained("", last.state[""], last.seen.values())
+        fitted = (self._with_fit(last, "", seen) for seen in itertools.islice(arrays, MOST_ARRAYS))
+        return next((one for one in fitted if one and self.blocks.shown_behind(one.layer, one.state[""])), None)
 
     def _with_known(self, base: Trial) -> Iterator[Trial]:
         """Yield a block with the faults of each earlier block, which may hide one another."""
@@ -115,7 +119,7 @@ class Explainer:
             return None, part
         self.widens, self.observation.pool.narrow = False, True
         base = self.blocks.block(base.layer, base.state["x"])
-        whole = next((trial for trial in (base, *self._with_known(base)) if self.blocks.goes_on(trial)), None)
+        whole = base if self.blocks.goes_on(base) else self.as_before(base)
         whole, wide = (whole, None) if whole else self._best(base, self.inner)
         self.observation.pool.narrow = whole is not None or (part is None and wide is not None)
         return whole, part or wide
@@ -200,19 +204,24 @@ class Explainer:
             every = list(some)
             sure = [target for target in every if self._is_confirmed(base, *target)]
             for node, seen in sure or every[: 0 if self.resumed else MOST_ARRAYS]:
-                self.observation.check()
-                try:
-                    fit = self.fits.fit(base.layer, node, base.state, seen)
-                except RuntimeError:  # of a block with another number of heads
-                    continue
-                trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
-                if fit is not None and trial is not None:
-                    faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
-                    trial = replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
+                if (trial := self._with_fit(base, node, seen)) is not None:
                     if self.blocks.goes_on(trial):
                         return trial
                     first = first or trial
         return first
+
+    def _with_fit(self, base: Trial, node: str, seen: Observed) -> Trial | None:
+        """Return ``base`` with a node as what an array shows was computed."""
+        self.observation.check()
+        try:
+            fit = self.fits.fit(base.layer, node, base.state, seen)
+        except RuntimeError:  # of a block with another number of heads
+            return None
+        trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
+        if fit is None or trial is None:
+            return None
+        faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
+        return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
 
     def _is_confirmed(self, base: Trial, node: str, seen: Observed) -> bool:
         """Return whether what follows is found as an array gives it, if it is the value of a node."""

@@ -264,17 +264,23 @@ class Search:
             for layer in range(self.layers):
                 other = self.blocks.block(layer, x) if layer != expected else None
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
-                    return other if self.blocks.goes_on(other) else self.explainer.explained(other)
+                    return (
+                        other
+                        if self.blocks.goes_on(other)
+                        else self.explainer.as_before(other) or self.explainer.explained(other)
+                    )
             self.finished = self.ending.explained(x, fitted=base is None or len(self.ran) >= self.layers)
         if self.finished:
             return None
         trial, before = None, self.lost
         if base is not None:
-            self.lost = before or self._missing(base)  # where the budget may end
-            trial = self.explainer.explained(base)
+            self.lost, trial = before or self._missing(base), self.explainer.as_before(base)  # where the budget may end
         if trial is None and not entered and self.last and (trial := self.explainer.changed_behind(self.last)):
             for each in (self.ran, self.blocks.states, self.blamed.ties):  # it is settled anew
                 each.pop()
+            self.blamed.forget(self.last.alternatives, self.last.faults)
+        elif trial is None and base is not None:
+            trial = self.explainer.explained(base)
         if base is None or trial is not None:
             self.lost = before
             return trial

@@ -49,9 +49,7 @@ def plain(
     gradients=lambda model: None, scheduler=None,
 ):  # fmt: skip
     """`make_step` of a plain step; each argument is what one variety does in its own way.
-
-    ``losses``: yields the losses whose gradients are added up; ``gradients``: changes them before they are clipped.
-    """
+    ``losses``: yields the losses whose gradients are added up; ``gradients``: changes them before they are clipped."""
 
     def make_step(model):
         trained = prepare(model.train())
