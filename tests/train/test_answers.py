@@ -260,7 +260,6 @@ def test_a_run_keeps_what_it_never_trains_on_for_compare(recipe: Recipe, tmp_pat
     held = [row for row in rows if (row["question"], (row["answer"],)) in cases]
     assert 0 < len(held) == len(cases) < 20
     assert text.documents == [f"Q: {row['question']}\nA: {row['answer']}" for row in held]
-    # Else its perplexity is not the one that the run printed.
     assert (text.protocol.context, "prompts are scored too" in text.remark) == (recipe.context, True)
     tokens, trained = from_directory(run / "best"), corpus(replace(recipe, data=data)).train_ids
     assert not any(row["question"] in tokens.decode(trained.tolist()) for row in held)
