@@ -12,7 +12,6 @@ import atexit
 import contextlib
 import faulthandler
 import functools
-import gc
 import importlib
 import json
 import os
@@ -161,16 +160,8 @@ def _host(modules: str) -> socket.socket:
 
 def _serve(orders: socket.socket, modules: str) -> list[str]:
     """Fork for each order, until the tests close the socket. Return in the forks alone, with the words of the order."""
-    gc.disable()
     for name in modules.split():
         importlib.import_module(name)
-    if modules == MODULES:
-        from gpt2.pages.drawing import matplotlib_of_our_own
-
-        with matplotlib_of_our_own():  # looks for fonts when it is imported; a run of training draws its losses
-            pass
-    gc.freeze()  # the forks share these pages, which to search for garbage would copy
-    gc.enable()
     assert "huggingface_hub" not in sys.modules
     atexit._clear()  # each fork would take torch apart at its end, one operator after another
     weakref.finalize._registry.clear()
