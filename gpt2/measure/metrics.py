@@ -27,13 +27,18 @@ def silent(what: str) -> None:
     """Show no progress."""
 
 
+def split(tensor: Tensor, size: int) -> Sequence[Tensor]:
+    """Return what ``tensor.split(size)`` does, and a small tensor itself: torch's function takes as long as a small product."""
+    return (tensor,) if tensor.size(0) <= size else tensor.split(size)
+
+
 def _pieces(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Yield the entries of tensors of one shape in flat parts, on a CPU of PART at most, without a copy of long rows."""
     if tensors[0].ndim > 1 and tensors[0][0].numel() >= PART and not all(x.is_contiguous() for x in tensors):
         for rows in zip(*tensors, strict=True):
             yield from _pieces(*rows)
     else:
-        yield from zip(*(x.flatten().split(PART if x.is_cpu else max(1, x.numel())) for x in tensors), strict=True)
+        yield from zip(*(split(x.flatten(), PART if x.is_cpu else max(1, x.numel())) for x in tensors), strict=True)
 
 
 def _parts(a: Tensor, reference: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -121,7 +126,7 @@ def differing_bits(a: Tensor, b: Tensor) -> int:
     if a.dtype != b.dtype or a.shape != b.shape:
         raise ValueError(f"{a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)} cannot be compared bit by bit")
     integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-    parts = zip(a.flatten().split(PART), b.flatten().split(PART), strict=True)
+    parts = zip(split(a.flatten(), PART), split(b.flatten(), PART), strict=True)
     return sum(int(torch.count_nonzero(x.view(integer) != y.view(integer))) for x, y in parts)
 
 

@@ -42,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.measure.elementary import CACHED, STEPS, Steps, attention_in_steps
-from gpt2.measure.metrics import relative_error
+from gpt2.measure.metrics import relative_error, split
 from gpt2.measure.tracing import Recorded, trace
 from gpt2.model import GPT2
 
@@ -224,7 +224,7 @@ class _Noise(TorchDispatchMode):
                 wide = min(NORMALS, max(1, b.size(1)))
                 for left in range(0, b.size(1), wide):
                     columns = slice(left, left + wide)
-                    for part, size in zip(result[:, columns].split(NORMALS // wide), sizes.split(NORMALS // wide), strict=True):
+                    for part, size in zip(*(split(x, NORMALS // wide) for x in (result[:, columns], sizes)), strict=True):
                         self._add_error(part, size[:, None] * of_column[columns], terms, partial, own.operands)
                 return result
             multiply = {"baddbmm": torch.bmm}.get(name, func)
@@ -318,7 +318,7 @@ def _squares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     Their products are the exact sums where all rows of ``a`` are in proportion; for others, the sum of each column is exact. A
     second product, of all the squares, would take half the time of the first.
     """
-    of_term = torch.cat([part.square().sum(0, keepdim=True) for part in a.split(max(1, CACHED // max(1, a.size(1))))]).sum(0)
+    of_term = torch.cat([part.square().sum(0, keepdim=True) for part in split(a, max(1, CACHED // max(1, a.size(1))))]).sum(0)
     of_row = torch.linalg.vector_norm(a, dim=1).square_()
     wide = max(1, CACHED // max(1, b.size(0)))
     of_column = torch.cat([of_term @ part.square() for part in b.split(wide, 1)]) / of_term.sum().clamp_min_(TINY)
@@ -328,4 +328,4 @@ def _squares(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
     """Return a tensor's entries as flat views of at most NORMALS each. Raises RuntimeError: its memory has gaps."""
     order = sorted(range(tensor.ndim), key=tensor.stride, reverse=True)  # as a permutation's result lies in memory
-    return tensor.permute(order).view(-1).split(NORMALS)
+    return split(tensor.permute(order).view(-1), NORMALS)

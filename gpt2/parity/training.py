@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.keys import PREFIX
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import dtype_label
-from gpt2.measure.metrics import errors_of_both, relative_error, token_losses, worst_relative_error
+from gpt2.measure.metrics import errors_of_both, relative_error, split, token_losses, worst_relative_error
 from gpt2.measure.rounding import TRAINING_RATIO, root_mean_square
 from gpt2.parity.checks import FIRST_SEQUENCES, Subject, head_of, hidden_of
 from gpt2.parity.forward import MISSING
@@ -122,8 +122,8 @@ def _changes(seen: dict[str, tuple[Tensor, list[Tensor]]]) -> dict[str, Tensor]:
     0.1 to 4 times that of transformers. With an eps as large as the gradients, a step's error is in proportion to its gradient's.
     """
     changes = {name: torch.empty_like(start, dtype=torch.float64) for name, (start, _) in seen.items()}
-    split = [[tensor.split(PART) for tensor in (start, changes[name], *each)] for name, (start, each) in seen.items()]
-    parts = [part for tensors in split for part in zip(*tensors, strict=True)]
+    tensors = [(start, changes[name], *each) for name, (start, each) in seen.items()]
+    parts = [part for own in tensors for part in zip(*(split(each, PART) for each in own), strict=True)]
     small = [part for part in parts if part[0].numel() <= SMALL]
     for together in filter(None, [small, *([part] for part in parts if part[0].numel() > SMALL)]):
         starts, moved, *steps = zip(*together, strict=True)
