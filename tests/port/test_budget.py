@@ -45,8 +45,7 @@ def test_the_same_work_is_done_on_a_slow_machine(monkeypatch: pytest.MonkeyPatch
     """With limits of CPU time, a busy or slow machine found no cause where another one named it."""
     reports, work, looks = [], [], itertools.count()
     for slower in (0.0, 0.05):  # seconds that go by between two looks at a clock
-        for name in ("monotonic", "process_time", "perf_counter"):
-            clock = getattr(time, name)
+        for name, clock in [(name, getattr(time, name)) for name in ("monotonic", "process_time", "perf_counter")]:
             monkeypatch.setattr(time, name, lambda clock=clock, slower=slower: clock() + slower * next(looks))
         for limit in (1_000, 4_000):
             made = Budget(limit)

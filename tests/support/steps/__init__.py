@@ -66,12 +66,11 @@ MEANINGS = {word: _meaning(**row) for rows in _FOUND.values() for word, row in r
 
 @cache
 def right_model() -> GPT2:
-    """The model that every step is compared with; nobody changes it."""
+    """The model that every step is compared with: random weights, in float32 and eval mode. Who trains it takes a copy."""
     return random_model(CONFIG, 0.2, 0.1, dtype=torch.float32, seed=5)
 
 
 def our_model() -> GPT2:
-    """The same model, for whoever trains it: random weights, in float32 and eval mode."""
     return copy.deepcopy(right_model())
 
 
