@@ -17,7 +17,7 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.loading import require_device
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.decoder import Decoder
-from gpt2.errors import InputError
+from gpt2.errors import InputError, require_memory
 from gpt2.generation import stream
 from gpt2.measure.environment import environment
 from gpt2.measure.placement import device_name
@@ -25,7 +25,9 @@ from gpt2.model import GPT2
 from gpt2.options import pick
 from gpt2.parity import reference
 from gpt2.sampling import Sampling
+from gpt2.train.cost import passing
 from gpt2.train.loss import WithLoss
+from gpt2.train.recipe import Recipe
 
 
 @dataclass(frozen=True)
@@ -208,6 +210,8 @@ def bench(
     theirs = torch.float32 if quantised else side.dtype
     tokens = min(tokens, max(1, positions // 2))
     context = min(context, max(1, positions - tokens - 1))
+    needed = passing(side.config, Recipe(batch_size=batch, context=context))
+    require_memory(needed, f"a training step on {batch:,} x {context:,} tokens", "lower the batch or context")
     ids = torch.randint(side.config.vocab_size, (batch, context + 1), generator=torch.Generator().manual_seed(0)).to(where)
     x, y, rows, shape = ids[:, :-1], ids[:, 1:], list[Row](), f"{batch} x {context}"
 

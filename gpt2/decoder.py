@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from gpt2.errors import InputError
 from gpt2.int8 import Int8Conv1D, Int8Embedding, Int8GPT2, product
 from gpt2.kv_cache import KVCache
 from gpt2.model import ACTIVATIONS, GPT2, MLP, Attention, AttentionFunction, Block, Conv1D, causal_mask
@@ -42,6 +43,8 @@ class Decoder:
     """
 
     def __init__(self, model: GPT2) -> None:
+        if model.wte.weight.is_meta:
+            raise InputError("the model is on the meta device and holds no weights; load it on the cpu")
         self.model = model
         same = not torch.is_autocast_enabled(model.wte.weight.device.type) and all(map(_runs_own_code, model.modules()))
         self.forward_pass = ForwardPass(model) if same else None

@@ -4,12 +4,13 @@ import math
 import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
+from gpt2.config import GPT2Config, quoted
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
 from gpt2.decoder import Decoder
@@ -54,7 +55,7 @@ def stream(
         InputError: a draft that cannot be used, or logits that are not finite.
     """
     decoder = model if isinstance(model, Decoder) else Decoder(model)
-    generator = None if seed is None else torch.Generator(ids.device).manual_seed(seed)
+    generator = None if seed is None else torch.Generator(ids.device).manual_seed(int(seed))
     if draft is not None:
         check_draft(draft, decoder.model, ids)
         if attention_mask is not None or not use_cache:
@@ -151,6 +152,8 @@ def _read(decoder: Decoder, text: Tensor, cache: KVCache) -> Tensor:
 
 def check_draft(draft: GPT2, model: GPT2, ids: Tensor) -> None:
     """Raise an :class:`InputError` if ``draft`` cannot propose ids for ``model`` after (B, T) ``ids``."""
+    if not isinstance(draft, GPT2):
+        raise InputError(f"generate: the draft is a {type(draft).__name__}; give a model, as gpt2.load makes it")
     if ids.size(0) != 1:
         raise InputError(f"generate: a draft works on one text at a time; leave it out for a batch of {ids.size(0)}")
     if draft.config.vocab_size != model.config.vocab_size:
@@ -182,6 +185,9 @@ class Ending:
     """Whether one generated text has ended; it is told one id after the other."""
 
     def __init__(self, stop: Stop | None) -> None:
+        if not (stop is None or isinstance(stop, StopText) or hasattr(stop, "__index__")):
+            given = f"generate: stop is {quoted(stop)}; give an id"
+            raise InputError(f"{given}, or gpt2.generation.StopText with the tokenizer and the texts that end it")
         self.stop, self.ended, self._tail = stop, False, b""
 
     def reached(self, token: int) -> bool:
@@ -241,8 +247,10 @@ def generate(
     """
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty)
     prompt = _prompt(ids, model)
-    if max_new_tokens < 0:
+    if not isinstance(max_new_tokens, Integral) or max_new_tokens < 0:
         raise InputError(f"generate: max_new_tokens is {max_new_tokens}; give 0 or more")
+    if seed is not None and (not isinstance(seed, Integral) or not -(1 << 63) <= seed < 1 << 64):
+        raise InputError(f"generate: seed is {seed}; give a whole number of 64 bits, or leave it out")
     if attention_mask is not None:
         attention_mask = attention_mask[None] if attention_mask.ndim == 1 else attention_mask
         if attention_mask.shape != prompt.shape:

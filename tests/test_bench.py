@@ -77,6 +77,7 @@ def test_both_sides_do_the_same_work() -> None:
     [
         ("shakespeare-mini", {"pairs": 0}, "pairs is 0"),
         ("shakespeare-mini", {"batch": -1}, "batch is -1"),
+        ("shakespeare-mini", {"batch": 10**7}, "a training step on 10,000,000 x 128 tokens need about"),
         ("hf/shakespeare-mini", {}, "leave hf/ out"),
         ("no-such-model", {"offline": True}, "no-such-model"),
     ],

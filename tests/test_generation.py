@@ -198,6 +198,10 @@ BAD: list[tuple[object, dict, str]] = [
     (torch.ones(1, 1, 2, dtype=torch.long), {}, r"shape \(1, 1, 2\)"),
     (torch.tensor([[1.0]]), {}, "torch.float32"),
     ([1], {"max_new_tokens": -1}, "max_new_tokens is -1"),
+    ([1], {"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),  # a TypeError of torch's
+    ([1], {"seed": 2**64}, "seed is 18446744073709551616; give a whole number"),
+    ([1], {"stop": "."}, "stop is '.'; give an id, or gpt2.generation.StopText"),  # no id is a text: it never ended
+    ([1], {"draft": "distilgpt2"}, "the draft is a str; give a model"),
     ([1], {"top_p": 0.0, "temperature": 0}, "top_p is 0.0"),
     ([1, 2], {"attention_mask": torch.ones(1, 3)}, r"attention_mask is \(1, 3\); make it \(1, 2\)"),
     ([1, 2], {"attention_mask": torch.tensor([[1, 0]])}, "pad on the left"),
@@ -220,6 +224,7 @@ def test_bad_input_is_refused_before_any_work(ids: object, settings: dict, messa
 def test_arguments_in_another_order_are_told_as_that() -> None:
     """``generate(ids, model)`` ended in an AttributeError about a list without a config."""
     assert "takes a model, then ids, and was given list first" in refusal(generate, [1, 2], lively())
+    assert "the model is on the meta device and holds no weights" in refusal(generate, lively().to("meta"), [1])
 
 
 def take_a_training_step(model: GPT2, ids: Tensor) -> None:

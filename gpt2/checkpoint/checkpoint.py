@@ -17,7 +17,7 @@ from gpt2.checkpoint.hub import repository_files
 from gpt2.checkpoint.keys import HEAD, expected
 from gpt2.checkpoint.match import Assignment, match, require_gpt2
 from gpt2.checkpoint.names import ADAPTER, DEFAULT, OFFICIAL, PATHS, REPOSITORY, ModelName, RandomWeights
-from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, Adapter, read_adapter
+from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, NO_BASE, Adapter, read_adapter
 from gpt2.config import GPT2Config, official_size
 from gpt2.damage import ADVICE, Look, look
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
@@ -204,6 +204,8 @@ def resolve(name: str | ModelName, *, revision: str | None = None, offline: bool
     """
     parsed = name if isinstance(name, ModelName) else ModelName.parse(name, revision=revision)
     name = parsed.base
+    if "://" in name:
+        raise InputError(f"{name}: is a web address; give ORG/NAME, as in openai-community/gpt2, or the path of a copy")
     if parsed.local:
         path = Path(__file__).parent.parent / "assets" / DEFAULT if name == DEFAULT else user_path(name)
         return Source(name, path, None)
@@ -262,10 +264,11 @@ def open_path(
         stored = assignment.dtype
         return StoredCheckpoint(name, revision, config, dtype or stored, stored, path, assignment, assumed=assumed)
     adapter = read_adapter(path)
+    place = base_of(adapter, offline=offline)
     try:
-        base = open_path(base_of(adapter, offline=offline), name=adapter.base, activation=activation)
+        base = open_path(place, name=adapter.base, activation=activation)
     except CheckpointError as error:
-        raise CheckpointError(f"{path}: a LoRA adapter; its base model cannot be opened: {error}") from None
+        raise CheckpointError(f"{path}: {NO_BASE}: {error}") from None
     config = adapter.config_of(base.config, base.reader())
     adapter.require_fit(config)
     stored = base.stored
@@ -277,15 +280,15 @@ def base_of(adapter: Adapter, *, offline: bool = False) -> Path:
     """Return the base model's path, downloaded if needed. Raises CheckpointError: no base is named, or it cannot be loaded."""
     remedy = f"put the base model's name or path into base_model_name_or_path of {adapter.path / ADAPTER}"
     if adapter.base is None:
-        raise CheckpointError(f"it names none; {remedy}")
+        raise CheckpointError(f"{adapter.path}: {NO_BASE}: it names none; {remedy}")
     # With a revision, the name is a Hub repository, even if a folder has that name.
     pinned = adapter.revision is not None and (adapter.base in OFFICIAL or REPOSITORY.fullmatch(adapter.base))
     try:
         path = resolve(f"{adapter.base}@{adapter.revision}" if pinned else adapter.base, offline=offline).path
     except InputError as error:
-        raise CheckpointError(f"{error}; or {remedy}") from None
+        raise CheckpointError(f"{adapter.path}: {NO_BASE}: {error}; or {remedy}") from None
     if is_adapter(path):
-        raise CheckpointError(f"{adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
+        raise CheckpointError(f"{adapter.path}: {NO_BASE}: {adapter.base} is an adapter too; {MERGE_WITH_PEFT}")
     return path
 
 

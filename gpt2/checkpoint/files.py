@@ -30,6 +30,7 @@ LONE = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpac
 BESIDE = {*SMALL, ADAPTER, "hparams.json", "checkpoint", "encoder.json", "vocab.bpe", *(index for _, index, _ in LAYOUTS)}
 # What trainers write beside the weights, with the same suffixes.
 TRAINERS = re.compile(r"(optimizer|scheduler|scaler|rng_state\w*|training_args|\w*optim_states)\.(bin|pt|pth)", re.ASCII)
+PART = re.compile(r"-\d{5}-of-\d{5}(?=\.)", re.ASCII)
 # (layers, width) -> heads of published shapes: OpenAI's and minGPT's (karpathy/minGPT, mingpt/model.py), whose state dicts do
 # not contain the number of heads.
 HEADS = {(size.n_layer, size.n_embd): size.n_head for size in OFFICIAL_SIZES.values()}
@@ -88,9 +89,10 @@ def open_file(path: Path) -> Container:
         return KerasFile(path)
     if path.suffix == ".msgpack":  # it has no signature: any bytes are a beginning of some MessagePack
         return FlaxFile(path)
-    if path.suffix not in LONE and not head.endswith(b"\0{"):
-        known = "safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or an .index"
-        raise CheckpointError(f"{path}: does not begin as weights do; give {known}")
+    if head and path.suffix != ".safetensors" and not head.endswith(b"\0{"):
+        known = "safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or a TensorFlow .index"
+        beside = f"lies beside the weights; give {path.parent}" if path.suffix == ".json" else ""
+        raise CheckpointError(f"{path}: {beside or f'does not begin as weights do; give {known}'}")
     return SafetensorsFile(path)
 
 
@@ -124,6 +126,8 @@ def what_is_there(path: Path) -> str:
     if any(name.endswith(".distcp") for name in names):
         return f"shards of a run; python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt joins them"
     several = [name for name in names if name.endswith(LONE) and not TRAINERS.fullmatch(name)]
+    if parts := [name for name in several if PART.search(name)]:
+        return f"{listed(parts)} are parts of one model, told by an index: fetch {PART.sub('', parts[0])}.index.json too"
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
     if others := [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]:

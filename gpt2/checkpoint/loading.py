@@ -77,7 +77,8 @@ def rows_note(tokenizer: Tokenizer, config: GPT2Config, name: str) -> list[str]:
 def require_rows(ids: Iterable[int], tokenizer: Tokenizer, config: GPT2Config, name: str) -> None:
     """Raise InputError if one of the ids has no row in the embedding."""
     if (highest := max(ids, default=0)) >= config.vocab_size:
-        token, rows = quoted(tokenizer.token(highest)), f"{config.vocab_size:,} rows"
+        token = quoted(tokenizer.token(highest)) if tokenizer.holds(highest) else "of the tokenizer's template"
+        rows = f"{config.vocab_size:,} rows"
         remedy = "leave it out, or give the model a row for it, as transformers' resize_token_embeddings does"
         raise InputError(f"{name}: the token {token} (id {highest:,}) has no row in the embedding of {rows}; {remedy}")
 

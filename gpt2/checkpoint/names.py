@@ -82,7 +82,7 @@ class ModelName:
     ) -> "ModelName":
         """Parse ``"org/name@v1:bf16"``, ``"random:gpt2:7"``, ``"ckpt.pt:gelu"``. Raises InputError: unknown, contradictory."""
         try:
-            text = os.fspath(text)
+            text = os.fsdecode(text)
         except TypeError:
             how = "; give gpt2.checkpoint_of(module).load()" if hasattr(text, "forward") else ""
             raise InputError(f"a model's name is a text or a path, and this is {type(text).__name__}{how}") from None

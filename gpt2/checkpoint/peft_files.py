@@ -51,6 +51,7 @@ WITHOUT_EFFECT = {
 INITIALISATIONS = (None, True, False, "gaussian", "eva", "orthogonal")
 # Kinds that do not change the base's weights, so that PEFT cannot merge them.
 NOT_MERGED = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "PREFIX_TUNING", "CPT", "ADAPTION_PROMPT", "POLY", "XLORA")
+NO_BASE = "a LoRA adapter; its base model cannot be opened"
 MERGE_WITH_PEFT = "merge it with PEFT (merge_and_unload, save_pretrained) and load what that writes"
 UNTIE_FIRST = (
     "untie the base's head in transformers (model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.clone()), "

@@ -116,6 +116,9 @@ def unlike_manifest(directory: Path, needed: Iterable[str] = ()) -> str:
 
 def _plain(model: GPT2) -> dict[str, Tensor]:
     """Return the parameters in the key table's order. Raises InputError: they are not exactly the table's."""
+    if not isinstance(model, GPT2):
+        what = f"a {type(model).__name__} is no GPT2 of gpt2.load; unwrap it, or give gpt2.checkpoint_of(module).load()"
+        raise InputError(f"cannot save this model: {what}")
     state, wanted = model.state_dict(), expected(model.config)
     odd = list(state.keys() ^ wanted.keys()) or [name for name, shape in wanted.items() if state[name].shape != shape]
     odd = odd or [name for name, tensor in state.items() if tensor.dtype not in DTYPE_NAMES or tensor.is_meta]

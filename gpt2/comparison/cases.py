@@ -116,6 +116,7 @@ def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
     file, known = place / HELD_OUT if place.is_dir() else place, [fields] if fields else [*FIELDS, LABELLED]
     wanted = ", or ".join(" and ".join(each) for each in known)
     if file.suffix.lower() not in READERS or not file.exists():
+        path = path if place.exists() else f"{path}: no such file"
         raise InputError(f"--cases {path}: give a .jsonl, .csv or .parquet file with the fields {wanted}; or a training run")
     cases, own = list[tuple[str, tuple[str, ...]]](), known[0]
     for where, record in records(file):

@@ -11,6 +11,7 @@ from functools import lru_cache
 import numpy as np
 
 from gpt2.data.documents import Document
+from gpt2.errors import require_memory
 
 UNSCORED = -100  # the target of a token that is read and not scored, as in PyTorch's cross-entropy
 BLOCK = 1 << 24  # tokens that are looked at at a time
@@ -84,6 +85,7 @@ def batch(
         raise ValueError(f"a batch of {size} does not divide among {ranks} ranks")
     if not 0 <= rank < ranks:
         raise ValueError(f"rank {rank} is not in 0 .. {ranks - 1}")
+    require_memory(24 * size * (context + 1), f"{size:,} windows of {context:,} tokens", "lower batch_size or context")
     if stride:
         windows = (len(ids) - context - 1) // stride + 1
         draws = range(step * size, (step + 1) * size)

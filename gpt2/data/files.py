@@ -80,7 +80,10 @@ def link_to_nothing(path: Path) -> str:
 
 
 def read_text(path: Path) -> str:
-    return decoded(read(path), path)
+    """Return a small file's text. Raises InputError: no UTF-8, or a byte-order mark, which neither JSON nor a vocabulary has."""
+    if (text := decoded(read(path), path)).startswith("\ufeff"):
+        raise InputError(f"{path}: begins with a byte-order mark; save it as UTF-8 without one")
+    return text
 
 
 def decoded(data: bytes, path: str | os.PathLike[str]) -> str:

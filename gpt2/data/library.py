@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 
 from gpt2.config import quoted
 from gpt2.data import byte_level
-from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
+from gpt2.data.tokenizer import Tokenizer, refuse_surrogates, require_id
 from gpt2.errors import InputError, panicked
 
 BYTE = re.compile(r"<0x([0-9A-F]{2})>")  # a token of SentencePiece's byte fallback
@@ -80,6 +80,7 @@ class LibraryTokenizer(Tokenizer):
         self.backend, self.roles, self.merges = backend, dict(roles or {}), merges
         self.added = backend.get_added_tokens_decoder()  # id -> AddedToken
         self.vocab = dict(sorted(backend.get_vocab(with_added_tokens=True).items(), key=lambda item: item[1]))
+        require_id(max(self.vocab.values(), default=-1))  # the library itself makes a list of the ids to write a vocabulary
         self.special_tokens = {token.content: i for i, token in sorted(self.added.items()) if token.special}
         self.matched = {token.content: i for i, token in sorted(self.added.items()) if not token.special}
         self.eos = self.vocab.get(self.roles.get("eos_token", ""))

@@ -34,18 +34,22 @@ def records(path: Path) -> Iterator[tuple[str, Record]]:
 
 def _answers(turns: list[Any], where: str) -> Iterator[Record]:
     """Yield question and answer of each answer; a system message is read before the first question."""
-    asked: list[str] = []
+    asked, answered = list[str](), False
     for number, turn in enumerate(turns, 1):
         said = turn if isinstance(turn, dict) else {}
         role, text = said.get("role", said.get("from")), said.get("content", said.get("value"))
-        if not isinstance(text, str) or role not in SPEAKERS:
+        if role not in SPEAKERS:
             known = ", ".join(SPEAKERS)
             raise InputError(f"{where}: message {number} has role {quoted(role)}; give text by one of {known}, or leave it out")
+        if not isinstance(text, str):
+            raise InputError(f"{where}: message {number}, by {role}, is {quoted(text)}; give text, or leave it out")
         if SPEAKERS[role] != "answer":
             asked.append(text)
             continue
         yield {"question": "\n".join(asked), "answer": text, "conversation": where}
-        asked = []
+        answered, asked = True, []
+    if not answered:  # left out as a document without text, and told
+        yield {"question": "\n".join(asked), "answer": "", "conversation": where}
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Record]]:
@@ -88,15 +92,16 @@ def _rows(path: Path) -> Iterator[tuple[str, Record]]:
         except csv.Error:  # one field
             separator = ","
         lines.seek(0)
-        reader = csv.DictReader(lines, delimiter=separator, strict=True)
+        reader, before = csv.DictReader(lines, delimiter=separator, strict=True), 1
         try:
             for record in reader:
-                where = f"{path}:{reader.line_num}"
+                before, where = reader.line_num, f"{path}:{reader.line_num}"
                 if None in record:
                     raise InputError(f"{where}: more values than the {len(reader.fieldnames or ())} fields of the first line")
                 yield where, record
         except csv.Error as error:
-            raise InputError(f"{path}:{reader.reader.line_num}: not CSV ({error}); save the table again") from None
+            at = f"{path}:{before + 1}" if "end of data" in str(error) else f"{path}:{reader.reader.line_num}"
+            raise InputError(f"{at}: not CSV ({error}: is a quote left open?); save the table again") from None
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, Record]]:

@@ -14,6 +14,12 @@ from gpt2.errors import InputError
 HIGHEST_ID = 10_000_000  # no file that is read has room for more
 
 
+def require_id(highest: int) -> None:
+    """Raise ValueError if the highest id of a vocabulary is so high that a list up to it would fill the memory."""
+    if highest > HIGHEST_ID:
+        raise ValueError(f"an id of {highest:,}, and no vocabulary is so large")
+
+
 class Encoding(dict[str, Any]):
     """What a call of a tokenizer returns: a dictionary whose two entries are attributes too."""
 
@@ -44,8 +50,7 @@ class Tokenizer(ABC):
 
     def __init__(self, tokens: Mapping[int, bytes]) -> None:
         """Take the bytes of each id. Raises ValueError: an id is so high that a list up to it would fill the memory."""
-        if (highest := max(tokens, default=-1)) > HIGHEST_ID:
-            raise ValueError(f"an id of {highest:,}, and no vocabulary is so large")
+        require_id(highest := max(tokens, default=-1))
         self._bytes = [tokens.get(i) for i in range(highest + 1)]  # None: an id that no token has
         self.n_vocab, self.kept = len(self._bytes), {}
 
@@ -177,10 +182,13 @@ class Tokenizer(ABC):
 
     def _known(self, ids: Iterable[int]) -> list[int]:
         """Return a list of ids. Raises InputError: one of them has no token."""
-        ids = ids.tolist() if hasattr(ids, "tolist") else list(ids)
-        if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab and None not in map(self._bytes.__getitem__, ids)):
-            bad = next(i for i in ids if not 0 <= i < self.n_vocab or self._bytes[i] is None)
-            raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} tokens; decode with the model's own")
+        try:
+            ids = list(ids.tolist() if hasattr(ids, "tolist") else ids)
+            if ids and not (min(ids) >= 0 and max(ids) < self.n_vocab and None not in map(self._bytes.__getitem__, ids)):
+                bad = next(i for i in ids if not 0 <= i < self.n_vocab or self._bytes[i] is None)
+                raise InputError(f"id {bad} is not in this vocabulary of {self.n_vocab} tokens; decode with the model's own")
+        except TypeError:
+            raise InputError("a tokenizer decodes the ids of one text; of a batch give one row, as in ids[0]") from None
         return ids
 
     def token_bytes(self, token_id: int) -> bytes:
@@ -202,6 +210,8 @@ class Tokenizer(ABC):
 
 def refuse_surrogates(text: str) -> None:
     """Raise InputError at the first lone surrogate, which tiktoken would silently replace by U+FFFD."""
+    if not isinstance(text, str):
+        raise InputError(f"a tokenizer encodes a text, and was given {type(text).__name__}")
     try:
         text.encode()
     except UnicodeEncodeError as error:

@@ -154,7 +154,8 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
         return texts
     found = list(documents(paths, data.field, data.prompt, tally=tally))
     if not found:
-        raise InputError(f"{recipe.data.path}: no text in {len(paths)} files but whitespace; give a text")
+        empty = f"no document with text in {len(paths)} file{'s' * (len(paths) > 1)}, {tally['empty']:,} without"
+        raise InputError(f"{data.path}: {empty}; give texts, or a table whose {data.field} has some")
     return found
 
 

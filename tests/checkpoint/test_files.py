@@ -115,6 +115,7 @@ def test_json_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     [
         ([], "the folder is empty"),
         (["rust_model.ot", "model.onnx"], "model.onnx, rust_model.ot cannot be opened; give the safetensors"),
+        ([f"m-{n:05}-of-00002.bin" for n in (1, 2)], "are parts of one model, told by an index: fetch m.bin.index.json too"),
         (["ckpt.pt", "best.pt"], "best.pt, ckpt.pt could each be it, give one of them"),
         (["a\nb\x1b[2J", "c"], "the folder holds 'a\\nb\\x1b[2J', c"),
         ([f"f{n}" for n in range(9)], "f0, f1, f2, f3, f4, f5 and 3 more"),

@@ -228,6 +228,7 @@ def test_each_family_is_needed_and_of_its_shape(tmp_path: Path, family: str) -> 
     [
         (None, "no config.json there"),
         ("{", "config.json is not JSON"),
+        ("\ufeff{}", "config.json: begins with a byte-order mark; save"),  # as editors on Windows save it
         ('{"n_layer": 2}', "config.json: lacks vocab_size"),
         ({"layer_norm_epsilon": float("nan")}, "config.json: layer_norm_epsilon is nan"),
         ({"model_type": "gpt_neo"}, "model_type is 'gpt_neo'"),

@@ -245,6 +245,8 @@ def test_what_is_no_adapter_of_its_base_is_refused(adapter: Path, what: str) -> 
     change, says = HARMS[what]
     edit(adapter, **change) if isinstance(change, dict) else change(adapter)
     message = refused(lambda: gpt2.load(str(adapter)), says)
+    if what.startswith(("no base", "a base that is")):  # a tokenizer's said "it names none", and not of what
+        assert refused(lambda: gpt2.load_tokenizer(str(adapter)), says) == message
     assert change is not on_another_base or ("does not fit its base" in message and "and 6 more" in message)
 
 

@@ -80,6 +80,7 @@ MISTAKES = [
     ("verify out/macbeth/best", "out/macbeth/best: no such folder; gpt2 train RECIPE --out out/macbeth makes"),
     ("verify run/gone", "run/gone: no such folder; gpt2 train RECIPE --out run/gone makes one"),  # was the Hub's error alone
     ("verify ~nosuchuser/x", "~nosuchuser"),
+    ("info https://huggingface.co/gpt2", "is a web address; give ORG/NAME"),  # was no folder, which train would make
     ("diagnose port.py:Sized", "Sized(size) needs values: give them defaults, or write build() that returns a Sized"),
     ("verify --json /no/such/folder/r.json", "cannot be written"),
     ("generate --prompt ''", "prompt is empty"),

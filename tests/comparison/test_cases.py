@@ -193,7 +193,7 @@ def test_classifiers_are_compared_on_labelled_texts(
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("none.jsonl", None, "give a .jsonl, .csv or .parquet file with the fields prompt and expected"),
+        ("none.jsonl", None, "none.jsonl: no such file: give a .jsonl, .csv or .parquet file with the fields prompt"),
         ("empty.jsonl", "\n", "holds no case"),
         ("labels.jsonl", '{"text": "a", "label": " "}\n', "labels.jsonl:1: a case needs prompt and expected, or"),
         ("labels.jsonl", '{"text": "a", "label": ""}\n', "its label is empty"),

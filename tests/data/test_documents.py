@@ -111,7 +111,7 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.json", "[1]", {}, "must hold a list of objects"),
         ("a.json", "[", {}, "not JSON"),
         ("a.csv", "text\nx\ny,z\n", {}, "a.csv:3: more values than the 1 fields"),
-        ("a.csv", 'text\n"x', {}, "a.csv:2: not CSV"),
+        ("a.csv", 'text\nx\n"y\nz\n', {}, "a.csv:3: not CSV (unexpected end of data: is a quote left open?)"),
         ("a.csv", "text,q\nx", {"prompt": "q"}, "a.csv:2: the field 'q' is not text: None"),
         ("a.txt", "x", {"prompt": "q"}, "a text file has none"),
         ("a.txt", b"a\0b", {}, "a.txt: not a text file: it has a NUL byte"),
@@ -182,9 +182,12 @@ def test_a_conversation_is_a_document_for_each_answer_and_is_held_out_whole(tmp_
     for seed in range(20):
         first, second, other = held_out(found, 0.5, seed)
         assert first == second != other
-    chats[0][key][0][role] = "tool"
-    (tmp_path / "a.json").write_text(json.dumps(chats))
-    assert "a.json, object 1: message 1 has role 'tool'; give text by one of" in refusal(read, tmp_path / "a.json", "answer")
+    (tmp_path / "a.jsonl").write_text(json.dumps({key: chats[0][key][:2]}))
+    assert not [*documents([tmp_path / "a.jsonl"], "answer", tally=(tally := Counter()))]
+    assert tally["empty"] == 1, "told: a conversation without an answer"
+    for part, value, says in ((role, "tool", " has role 'tool'; give text by"), (content, [1], ", by system, is [1]; give")):
+        (tmp_path / "a.json").write_text(json.dumps([{key: [{**chats[0][key][0], part: value}]}]))
+        assert f"a.json, object 1: message 1{says}" in refusal(read, tmp_path / "a.json", "answer")
 
 
 @pytest.mark.parametrize("separator", [",", ";", "\t"])

@@ -357,3 +357,4 @@ def test_packed_int8_layers_are_named(judge: Callable[[nn.Module], object]) -> N
         nn.Sequential(nn.Embedding(50, 16), nn.Linear(16, 50)), {nn.Linear}, dtype=torch.qint8
     )
     assert " has packed int8 weights, as of torch.ao's quantize_dynamic, which hide the numbers; " in refusal(judge, module)
+    assert "which int8 only approximates" in refusal(judge, gpt2.load("shakespeare-mini:int8"))

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map
 
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
+from gpt2.int8 import require_float
 from gpt2.measure.user_code import error_at, logits_of
 from gpt2.port.recording.dataflow import NO_ID, Graph, NodeKind, Recording
 from gpt2.port.recording.dispatch import OperatorCall, OperatorMode, tensors
@@ -248,6 +249,7 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
     """Make a module register its parameters (keras) and give lazy ones a shape by a call; InputError if they hold nothing."""
     for part in list(module.modules()):
         part.named_parameters()
+    require_float(module, "reading a module")
     if packed := [part for part, each in module.named_modules() if hasattr(each, "_packed_params")]:
         made = f"its layer {packed[0]} has packed int8 weights, as of torch.ao's quantize_dynamic, which hide the numbers"
         raise InputError(f"{name}: {made}; give the module as it was before")
