@@ -198,7 +198,7 @@ BAD: list[tuple[object, dict, str]] = [
     (torch.ones(1, 1, 2, dtype=torch.long), {}, r"shape \(1, 1, 2\)"),
     (torch.tensor([[1.0]]), {}, "torch.float32"),
     ([1], {"max_new_tokens": -1}, "max_new_tokens is -1"),
-    ([1], {"max_new_tokens": 2.0}, "max_new_tokens is 2.0"),  # a TypeError of torch's
+    ([1], {"max_new_tokens": 2.0}, "max_new_tokens is 2.0; give 0 or more"),
     ([1], {"seed": 2**64}, "seed is 18446744073709551616; give a whole number"),
     ([1], {"stop": "."}, "stop is '.'; give an id, or gpt2.generation.StopText"),  # no id is a text: it never ended
     ([1], {"draft": "distilgpt2"}, "the draft is a str; give a model"),

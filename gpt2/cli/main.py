@@ -38,6 +38,10 @@ COMMANDS = {
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong with the arguments, and which command or option is alike."""
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        sys.stdout.flush()  # of --help on a full disk, InputError
+        super().exit(status, message)
+
     def error(self, message: str) -> NoReturn:
         if wrong := re.match(r"argument COMMAND: invalid choice: '(.*?)'", message, re.DOTALL):
             message = f"no command {wrong[1]!r}{did_you_mean(wrong[1], COMMANDS)}"
@@ -154,7 +158,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except KeyboardInterrupt:
+        if argv is None and EARLY:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
         print(f"{name}: interrupted", file=sys.stderr)
+        if argv is None and EARLY:  # another Ctrl-C ends the process, without a traceback
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
         return 130
     except BaseException as error:
         if (line := line_of(error)) is None:

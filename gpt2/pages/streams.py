@@ -36,6 +36,7 @@ class _Outlasting(io.FileIO):
 def outlasting_readers() -> Iterator[None]:
     """Let stdout and stderr outlast their readers, so that a command goes on to its end and its exit code."""
     before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (stream or io.StringIO() for stream in before)  # None if it was closed, as by >&-
     for name, stream in zip(("stdout", "stderr"), before, strict=True):
         buffer = getattr(stream, "buffer", None)
         if type(stream) is io.TextIOWrapper and isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # not a notebook's

@@ -44,10 +44,9 @@ def test_every_window_is_drawn_and_none_beyond_the_text():
 
 
 def test_what_cannot_be_drawn_is_refused():
-    with pytest.raises(ValueError, match="8 tokens hold no window of 8"):
-        batch(IDS[:8], 8, 1, seed=0, step=0)
-    with pytest.raises(ValueError, match="1,000,000,000,000 windows of 8 tokens need about"):
-        batch(IDS, 8, 10**12, seed=0, step=0)
+    for ids, size, says in ((IDS[:8], 1, "8 tokens hold no window of 8"), (IDS, 10**12, "000 windows of 8 tokens need about")):
+        with pytest.raises(ValueError, match=says):
+            batch(ids, 8, size, seed=0, step=0)
     with pytest.raises(ValueError, match="a batch of 5 does not divide among 2 ranks"):
         batch(IDS, 8, 5, seed=0, step=0, ranks=2)
     for rank in (-1, 2):
