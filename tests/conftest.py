@@ -32,26 +32,6 @@ def pytest_configure(config: pytest.Config) -> None:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
-def backwards(config: pytest.Config) -> bool:
-    return os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and [Path(each).is_dir() for each in config.args] == [True]
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
-    """Let the second worker read the files from the last: each rewrites the asserts of half a fresh clone, for both."""
-    report: Any = yield
-    if isinstance(collector, pytest.Dir) and backwards(collector.config):
-        report.result.reverse()
-    return report
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if backwards(config):
-        place = {path: -number for number, path in enumerate(dict.fromkeys(item.path for item in items))}
-        items.sort(key=lambda item: place[item.path])
-
-
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.set_threshold(10_000, 20, 20)
