@@ -20,7 +20,6 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05", "07", "08")]  # these train
 SHORTER = {  # a reader's run, and a test's, which shows the same
-    'constrained_layout.use": True': 'constrained_layout.use": False',  # it draws a figure twice
     "STEPS = 500": "STEPS = 200",
     "step, lr=3e-3": "step, lr=4e-3",
     "chain(3)": "chain(2)",  # with and without a residual stream, as three are

@@ -14,6 +14,7 @@ from support.ports import PORTS
 from torch import Tensor, nn
 
 import gpt2
+from gpt2.port.alternatives.entries import likeness
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.recording.dispatch import run_deterministically
 from gpt2.port.terms.causes import CAUSES, Cause
@@ -212,6 +213,13 @@ def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pyt
     found = diagnose(port(model), model)
     assert found.ok
     assert "23 tokens were not tried" in found.notes[-1]
+
+
+def test_likeness_describes_numbers() -> None:
+    """A layer that was never loaded is recognised by its initial distribution."""
+    assert "all 1" in likeness(torch.ones(9, dtype=torch.float64))
+    assert "as a fresh nn.Linear is" in likeness(nn.Linear(64, 64).weight.detach().double())
+    assert "at random (std 0.02)" in likeness(torch.randn(4000, generator=torch.Generator().manual_seed(0)).double() * 0.02)
 
 
 def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:

@@ -302,8 +302,7 @@ def test_what_the_operators_show_is_said_where_no_cause_explains_it(model: gpt2.
     """A student's module had a mask that is built and never applied, erf, a second GELU: none of four was named."""
     for what, (change, words) in SEEN.items():
         module = port(model, lambda block, x, change=change: odd(block, x, change))
-        notes = diagnose(module, model).notes if what == "mask" else seen(module, IDS, [])
-        noted = [note for note in notes if note.startswith("seen in your operators, not proved")]
+        noted = [note for note in diagnose(module, model).notes if note.startswith("seen in your operators, not proved")]
         assert [words in note for note in noted] == [True] * bool(words), what
 
 
