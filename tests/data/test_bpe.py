@@ -11,7 +11,7 @@ from support.tokenizers import openai_vocabulary
 from gpt2 import data
 from gpt2.data import files, from_directory
 from gpt2.data.bpe import ends, made_bpe, train_bpe
-from gpt2.data.byte_level import byte_alphabet, openai_byte_order
+from gpt2.data.byte_level import _CORES, KEPT, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT, warn_once
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
@@ -195,6 +195,12 @@ def test_without_end_of_text(trained, tmp_path):
     reference = reference_from(tmp_path)
     assert len(reference) == bpe.n_vocab == 999
     assert reference("the king")["input_ids"] == bpe.encode("the king")
+
+
+def test_few_encoders_are_kept(trained, shuffled):
+    """A process that opens one tokenizer after another would keep the tables of each, of GPT-2's size, until it ends."""
+    made_bpe({**trained.vocab, END_OF_TEXT: trained.n_vocab}, trained.merges)
+    assert len(_CORES) == KEPT < 3
 
 
 def test_same_vocabulary_from_every_container(trained, shuffled, tmp_path):

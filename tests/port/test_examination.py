@@ -4,6 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from functools import reduce
 from types import MethodType
 
 import numpy as np
@@ -302,8 +303,10 @@ def test_what_the_operators_show_is_said_where_no_cause_explains_it(model: gpt2.
     """A student's module had a mask that is built and never applied, erf, a second GELU: none of four was named."""
     for what, (change, words) in SEEN.items():
         module = port(model, lambda block, x, change=change: odd(block, x, change))
-        noted = [note for note in diagnose(module, model).notes if note.startswith("seen in your operators, not proved")]
-        assert [words in note for note in noted] == [True] * bool(words), what
+        assert [words in note for note in seen(module, IDS, [])] == [True] * bool(words), what
+    every = port(model, lambda block, x: odd(block, x, lambda y: reduce(lambda y, one: one[0](y), SEEN.values(), y)))
+    noted = [note for note in diagnose(every, model).notes if note.startswith("seen in your operators, not proved")]
+    assert [words in note for (_, words), note in zip([*SEEN.values()][1:], noted, strict=True)] == [True] * 4
 
 
 def test_a_block_that_runs_more_than_once_is_said_where_no_cause_says_it(model: gpt2.GPT2) -> None:
