@@ -34,7 +34,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()
-    gc.set_threshold(10_000, 20, 20)
+    gc.set_threshold(10_000, 20, 500)  # 1000 as in commands would hide one that leaves it so
     gc.enable()
 
 
@@ -54,7 +54,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def of_the_process() -> dict[str, object]:
     """What every test of the process reads."""
     found: dict[str, object] = {f"${key}": value for key, value in os.environ.items() if key not in SET}
-    found |= {"folder": os.getcwd(), "path": list(sys.path)}
+    found |= {"folder": os.getcwd(), "path": list(sys.path), "gc": (gc.isenabled(), gc.get_threshold())}
     found |= {number.name: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     found["logging"] = [(logger.level, logger.propagate, len(logger.handlers)) for logger in LOGGERS]
     if torch := sys.modules.get("torch"):
@@ -111,6 +111,7 @@ def the_package_is_left_as_it_was() -> Iterator[None]:
     before = of_the_package()
     yield
     assert changed(before, of_the_package()) == set()
+    assert gc.isenabled()  # also after what a module's fixture did, or the first test of another module
 
 
 @pytest.fixture

@@ -134,7 +134,8 @@ def share_cores() -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command, or print the help without one; return the exit code. Bad input prints one line on stderr."""
     share_cores()
-    gc.set_threshold(*gc.get_threshold()[:2], 1000)  # importing torch makes objects that stay: fewer searches through all of them
+    if argv is None:  # the process is ours; importing torch makes objects that stay: fewer searches through all of them
+        gc.set_threshold(*gc.get_threshold()[:2], 1000)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a Windows pipe's code page lacks many characters
             stream.reconfigure(errors="backslashreplace")

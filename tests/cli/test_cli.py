@@ -258,9 +258,10 @@ def test_a_full_disk_behind_stdout_is_one_line(option: str, monkeypatch: pytest.
 
 def test_a_closed_stdout_and_a_second_ctrl_c_are_no_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     """`gpt2 train --list >&-` ended in one, and so did a user who pressed the keys twice, behind "interrupted"."""
-    for name, value in (("stdout", None), ("argv", ["gpt2", "train", "--list"])):
-        monkeypatch.setattr(sys, name, value)
+    for name, value in (("sys.stdout", None), ("sys.argv", ["gpt2", "train", "--list"]), ("gc.set_threshold", limits := Mock())):
+        monkeypatch.setattr(name, value)
     assert main() == 0
+    assert limits.call_args.args[2] == 1000  # in a process of its own alone
     for name, value in (("EARLY", True), ("require_sense", Mock(side_effect=KeyboardInterrupt))):
         monkeypatch.setattr(f"gpt2.cli.main.{name}", value)
     monkeypatch.setattr(signal, "signal", handlers := Mock())
