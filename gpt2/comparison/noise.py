@@ -1,7 +1,7 @@
 """The floor of noise: how far two right runs of one model part by rounding alone, and ``gpt2 compare --noise``."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gpt2.comparison.distributions import perplexity_ratio
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.engines import EngineSide
@@ -18,7 +19,7 @@ from gpt2.comparison.sides.side import ComparedModel, Side, environment_of
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.metrics import Logits, max_abs
+from gpt2.measure.metrics import Logits, max_abs, token_losses
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
@@ -26,15 +27,27 @@ from gpt2.pages.reports import Column, Printed, Section, as_json, bold, dim, num
 from gpt2.parity.streaming import Streamed
 
 TOKENS = 256  # of the text, on which the floor is computed
+SURE = 2048  # on which the floor of a ratio of perplexities is: on 256, that of bfloat16 is as wide as 0.4 %
+EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio
 ROW, TOGETHER, PADDING = 256, 4, 7  # tokens of a row, rows of a batch, and tokens of padding: odd, so that rows lie elsewhere
 
 
 @dataclass(frozen=True)
 class Floor:
-    """KL between two right runs: (name, mean KL, largest difference of a logit). A difference that is not above means nothing."""
+    """KL between two right runs: (name, mean KL, largest difference of a logit). A difference that is not above means nothing.
+
+    ``ratio`` is that of their perplexities, where a verdict depends on it: KL grows with the square of a small change of the
+    weights, and the loss linearly, so that a KL below the floor says nothing of the ratio.
+    """
 
     ways: tuple[tuple[str, Estimate, float], ...]
     tokens: int
+    ratio: Estimate = EXACT
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the JSON has of it."""
+        return {"ways": self.ways, "tokens": self.tokens}
 
     @property
     def way(self) -> str:
@@ -46,26 +59,52 @@ class Floor:
         return self.ways[0][1].high
 
 
-@torch.no_grad()
-def measure_floor(side: Side, ids: Tensor, *others: torch.dtype | None) -> Floor | None:
-    """Return what :mod:`gpt2.measure.rounding` explains of two runs on ids (T,), in a side's dtype and in one of the others.
+def measure_floor(side: Side, ids: Tensor, other: torch.dtype | None = None) -> Floor | None:
+    """Return what :mod:`gpt2.measure.rounding` explains of two runs on ids (T,), in a side's dtype and in another one.
 
     None of what is no model of ours in a float dtype.
     """
-    model, dtypes = side.gpt2, [dtype for dtype in (side.dtype, *others) if dtype is not None and dtype != torch.int8]
-    if type(model) is not GPT2:
+    if type(side.gpt2) is not GPT2:
         return None
-    ids, runs = ids[None, : model.config.n_positions].cpu(), []
+    dtypes, ids = _dtypes(side, other), ids[: side.gpt2.config.n_positions].cpu()
+    one, two = _rounded_runs(side, dtypes, lambda logits: logits(ids))
+    kl = measure_rows(one[:-1], two[:-1], ids[1:], 1)[2]
+    name = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(dtypes)))}"
+    return Floor(((name, Bootstrap(len(kl)).mean(kl), max_abs(two, one)),), len(ids))
+
+
+def measure_ratio(side: Side, ids: Tensor, other: torch.dtype | None = None) -> Estimate | None:
+    """Return the perplexity of the second of the runs of :func:`measure_floor` over the first's, on ids in short rows."""
+    if type(side.gpt2) is not GPT2:
+        return None
+    length = min(ROW, side.gpt2.config.n_positions, len(ids) - 1)
+    count = min(SURE, len(ids) - 1) // length * length
+    rows = list(zip(*(each.cpu().split(length) for each in (ids[:count], ids[1 : count + 1])), strict=True))
+
+    def losses(logits: Callable[[Tensor], Tensor]) -> Tensor:
+        return torch.cat([token_losses(logits(x)[None], y[None])[0] for x, y in rows])
+
+    one, two = _rounded_runs(side, _dtypes(side, other), losses)
+    return perplexity_ratio(-one, -two, Bootstrap(count))
+
+
+def _dtypes(side: Side, other: torch.dtype | None) -> list[torch.dtype]:
+    return [dtype for dtype in (side.dtype, other) if dtype is not None and dtype != torch.int8]
+
+
+@torch.no_grad()
+def _rounded_runs(side: Side, dtypes: list[torch.dtype], read: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
+    """Return what is read of two runs with errors of rounding; ``read`` is given what makes logits (T, V) of ids (T,)."""
+    model, runs = side.gpt2, list[Tensor]()
+    assert model is not None, f"{side.name} is not loaded"
     for seed, dtype in enumerate((dtypes[0], dtypes[-1])):
 
         def convert(stored: Tensor, dtype: torch.dtype = dtype) -> Tensor:
             return stored.to("cpu", dtype).double()
 
         with Streamed(model, convert, convert, lambda _: None), rounding_noise(dtype, seed):  # a block's weights at a time
-            runs.append(model.head(model.hidden(ids))[0, :, : side.vocab or None])
-    kl = measure_rows(runs[0][:-1], runs[1][:-1], ids[0, 1:], 1)[2]
-    name = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(dtypes)))}"
-    return Floor(((name, Bootstrap(len(kl)).mean(kl), max_abs(runs[1], runs[0])),), ids.size(1))
+            runs.append(read(lambda ids: model.head(model.hidden(ids[None]))[0, :, : side.vocab or None]))
+    return runs
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,9 @@ from gpt2.comparison.blame import find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
-from gpt2.comparison.noise import Floor, measure_floor
+from gpt2.comparison.noise import EXACT, Floor, measure_floor, measure_ratio
 from gpt2.comparison.passage import Passage
-from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked
+from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked, rounding_beside
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
@@ -31,7 +31,7 @@ from gpt2.comparison.words import compare_words
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
-from gpt2.measure.estimates import Bootstrap
+from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, LastWords, last_words_change, score_last_words
 from gpt2.measure.metrics import Logits, Progress, token_losses
 from gpt2.measure.per_token import measure_pair
@@ -93,9 +93,15 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
             replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
             for pair, side, saved in zip((whole, *pairs), sides, models, strict=True)
         ]
+        ranking = _ranking(every, seed)
+        for (before, _), (place, behind) in itertools.pairwise(ranking):
+            for n in {before, place} - {0}:
+                every[n] = _with_ratio(every[n], behind, (first, sides[n]), passage.ids, settings.progress)
         seconds, spent = time.perf_counter() - started, sum(side.seconds for side in sides)
-        return Comparisons(tuple(every), passage.scored, env, seed, seconds, spent, _ranking(every, seed))
+        return Comparisons(tuple(every), passage.scored, env, seed, seconds, spent, ranking)
     (pair,) = pairs
+    if pair.distributions is not None:
+        pair = _with_ratio(pair, pair.distributions.ratio, sides, passage.ids, settings.progress)
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
     blame = None
     if settings.blame:
@@ -125,6 +131,20 @@ def _kept(side: Side, passage: Passage) -> Logits | None:
         return None
     kept = itertools.cycle([side.logits(each).cpu() for each in inputs])
     return lambda _: next(kept)
+
+
+def _with_ratio(pair: Pair, ratio: Estimate | None, sides: Sequence[Side], ids: Tensor, progress: Progress) -> Pair:
+    """Return a pair with the floor of its ratio of perplexities, where rounding may explain why a ``ratio`` is not 1."""
+    if ratio is None or ratio.low <= 1 <= ratio.high:
+        return pair
+    if pair.floor is None or not rounding_beside(pair) or pair.floor.ratio != EXACT:
+        return pair
+    progress("the floor of noise")
+    for side, other in (sides, reversed(sides)):
+        with side:
+            if (found := measure_ratio(side, ids, other.dtype)) is not None:
+                return replace(pair, floor=replace(pair.floor, ratio=found))
+    return pair
 
 
 def _ranking(candidates: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:

@@ -4,6 +4,7 @@ import glob
 import json
 import os
 import re
+import shlex
 import string
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -49,11 +50,11 @@ class Document(NamedTuple):
     conversation: str = ""
 
 
-def files(path: str) -> list[Path]:
+def files(path: str, option: str = "--set data.path=TEXTS") -> list[Path]:
     """Return the files of a file's, folder's or glob's name, in the order of their names; a folder's are found at any depth.
 
     In a folder, hidden files, links to folders, and other suffixes are ignored. Raises InputError: nothing there, a folder in it
-    that cannot be read, or a suffix that is none of ours.
+    that cannot be read, or a suffix that is none of ours; ``option`` gives another name.
     """
     path = str(user_path(path))  # a shell expands no ~ behind the = of --set
     place = Path(path)
@@ -63,14 +64,12 @@ def files(path: str) -> list[Path]:
         raise InputError(f"{quoted(path)}: {error.strerror}; check data.path") from None
     if folder:
         if not (found := [file for file in _inside(place) if file.suffix and file.suffix.lower() in TEXTS + TABLES]):
-            raise InputError(
-                f"{path}: no .txt, .md, .jsonl, .csv, .tsv or .parquet in it; give another with --set data.path=TEXTS"
-            )
+            raise InputError(f"{path}: no .txt, .md, .jsonl, .csv, .tsv or .parquet in it; give another with {option}")
     else:
         found = [place] if there else [Path(name) for name in glob.glob(path, recursive=True) if Path(name).is_file()]
         if not found:
             missing = "no file has such a name" if glob.has_magic(path) else "no such file or folder"
-            raise InputError(f"{path}: {missing}; give another with --set data.path=TEXTS")
+            raise InputError(f"{path}: {missing}; give another with {option}")
     for file in found:
         if file.suffix.lower() not in NAMED:
             known = "none of .txt, .md, .jsonl, .json, .csv, .tsv and .parquet"
@@ -122,18 +121,19 @@ def documents(
     tally: Counter[str],
     streamed: bool = False,
     key: str = "field",
+    named: bool = True,
 ) -> Iterator[Document]:
     """Yield the documents of files, in order. ``field`` is a table's field of text.
 
     ``prompt`` is the field of the text before it, or, with braces, a template over fields: ``"Q: {question}\\nA: "``.
     ``<|endoftext|>`` in a text ends a document; documents of nothing but whitespace are left out. Line ends of text files become
     line feeds, as in Python's :func:`open`. ``tally`` counts "boundaries", "empty", and files with other "line_ends".
-    ``streamed`` reads text files in pieces, which tokenize as the whole does. ``key`` is the setting that names ``field``; a
-    number or truth value may be a "label".
+    ``streamed`` reads text files in pieces, which tokenize as the whole does. ``key`` is the setting that names ``field``, if it
+    is ``named`` by one; a number or truth value may be a "label".
 
     Raises InputError: what cannot be read, with its file and line.
     """
-    prompted = _template(prompt)
+    prompted, option = _template(prompt), f"--set data.{key}=NAME" if named else ""
     for path in paths:
         if path.suffix.lower() in TEXTS:
             if prompt:
@@ -144,7 +144,7 @@ def documents(
             before = prompted(record, where)
             if END_OF_TEXT in before:
                 raise InputError(f"{where}: {END_OF_TEXT} within a prompt, where no document can end; remove it")
-            texts = BOUNDARY.split(_text(record, field, where, key))
+            texts = BOUNDARY.split(_text(record, field, where, option, label=key == "label"))
             tally["boundaries"] += len(texts) - 1
             for index, text in enumerate(texts):
                 if text.strip():
@@ -192,7 +192,7 @@ def _texts(path: Path, piece: int, tally: Counter[str]) -> Iterator[Document]:
 def _template(prompt: str) -> Callable[[Record, str], str]:
     """Return the function of a record and its place that makes the prompt."""
     if "{" not in prompt and "}" not in prompt:
-        return lambda record, where: _text(record, prompt, where, "prompt") if prompt else ""
+        return lambda record, where: _text(record, prompt, where, "--set data.prompt=NAME") if prompt else ""
     try:
         parts = list(string.Formatter().parse(prompt))
     except ValueError as error:
@@ -201,23 +201,30 @@ def _template(prompt: str) -> Callable[[Record, str], str]:
         if name == "" or form or conversion:
             raise InputError(f"recipe: data.prompt {quoted(prompt)}: write fields as {{name}}, and {{{{ }}}} for other braces")
 
+    def option(field: str) -> str:
+        texts = [before.replace("{", "{{").replace("}", "}}") for before, *_ in parts]
+        fields = ["" if name is None else "{NAME}" if name == field else f"{{{name}}}" for _, name, *_ in parts]
+        other = "".join(map(str.__add__, texts, fields))
+        return f"--set {shlex.quote(f'data.prompt={json.dumps(other, ensure_ascii=False)}')}"
+
+    options = {name: option(name) for _, name, *_ in parts if name is not None}
+
     def filled(record: Record, where: str) -> str:
-        texts = (before + ("" if name is None else _text(record, name, where, "prompt", prompt)) for before, name, _, _ in parts)
+        texts = (before + ("" if name is None else _text(record, name, where, options[name])) for before, name, *_ in parts)
         return "".join(texts)
 
     return filled
 
 
-def _text(record: Record, field: str, where: str, key: str, template: str = "") -> str:
-    """Return a field's text. Raises InputError: it is missing, or not text; ``key`` is the setting that names it."""
+def _text(record: Record, field: str, where: str, option: str, *, label: bool = False) -> str:
+    """Return a field's text. Raises InputError: it is missing, or not text; ``option`` names another field, "" of none."""
     value = record.get(field)
-    if isinstance(value, str) or (key == "label" and isinstance(value, int)):
+    if isinstance(value, str) or (label and isinstance(value, int)):
         return str(value)
-    other = json.dumps(template.replace(f"{{{field}}}", "{NAME}"), ensure_ascii=False)
-    option = f"--set 'data.{key}={other}'" if template else f"--set data.{key}=NAME"
     if field in record:
-        raise InputError(
-            f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it, or name another: {option}"
-        )
+        other = f", or name another: {option}" if option else ""
+        raise InputError(f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it{other}")
     there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
-    raise InputError(f"{where}: no field {quoted(field)}, only {there}; name one: {option}")
+    raise InputError(
+        f"{where}: no field {quoted(field)}, only {there}; {f'name one: {option}' if option else f'name it {field}'}"
+    )

@@ -173,8 +173,7 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
     try:
         source, text, passages = named.open(own, offline)
     except InputError as error:  # training reads the same texts, but its option for a file has another name
-        said = str(error).replace(shakespeare.OWN_FILE, OWN_FILE).replace("name one: --set data.field=NAME", "name it text")
-        raise type(error)(said.replace("--set data.path=TEXTS", OWN_FILE)) from error
+        raise type(error)(str(error).replace(shakespeare.OWN_FILE, OWN_FILE)) from error
     protocol = replace(named.protocol, context=sizes.get("context", named.protocol.context), stride=sizes.get("stride"))
     remark = LINE_ENDS if named.of_user and "\r" in text else named.remark
     text = text.replace("\r\n", "\n").replace("\r", "\n") if remark is LINE_ENDS else text
@@ -249,8 +248,8 @@ def _read(path: str) -> str:
     where = "stdin" if path == "-" else path
     held_out = Path(path, HELD_OUT)  # of a training run
     if _of_documents(path):  # rows of a table have a field "text"
-        found = [held_out] if held_out.is_file() else files(path)
-        return joined(document.text for document in documents(found, tally=Counter()))
+        found = [held_out] if held_out.is_file() else files(path, OWN_FILE)
+        return joined(document.text for document in documents(found, tally=Counter(), named=False))
     try:
         data = sys.stdin.buffer.read(MAX_BYTES + 2) if path == "-" else read_all(path, MAX_BYTES)
     except OSError as error:
