@@ -100,8 +100,11 @@ def test_what_is_printed(found: Comparisons) -> None:
     assert against.keys() == {"ratio", "bits", "kl", "kl_max", "same_top", "only_first", "only_it"}
     assert against["kl"]["value"] == found.candidates[1].distributions.kl_ab.mean.value
     assert "D equal (x 1.000, exactly)" in found.best
-    for place, said in ((1, "B equal"), (2, "C worse")):  # B is A, rounded: its interval beyond 1 means nothing
-        apart = replace(found, ranking=(Ranked(0, None), Ranked(place, Estimate(1.02, 1.01, 1.03))))
+    one, *others = found.candidates
+    made = tuple(replace(each, floor=replace(each.floor, ratio=Estimate(1.0, 0.97, 1.03))) for each in others)
+    for place, said in ((1, "B equal"), (2, "C worse")):  # B is A, rounded: what its floor holds means nothing
+        ranking = Ranked(0, None), Ranked(place, Estimate(1.02, 1.01, 1.03))
+        apart = replace(found, candidates=(one, *made), ranking=ranking)
         assert f"A; {said} (x 1.020, 1.010 .. 1.030)" in apart.best
     assert "3 models against" in found.html()
     assert_whole_by_itself(found.html())

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from support.commands import mistake, refusal
 from support.random_models import changed, noisy, write_checkpoint
 
@@ -13,6 +14,7 @@ from gpt2.cli.main import main
 from gpt2.comparison.noise import Noise, measure_noise
 from gpt2.comparison.settings import Settings
 from gpt2.measure.estimates import Estimate
+from gpt2.measure.metrics import token_losses
 from gpt2.model import GPT2
 
 
@@ -97,4 +99,26 @@ def test_every_comparison_says_whether_it_is_above_the_floor(
     assert said in compared.above_floor
     assert compared.above_floor in " ".join(compared.table(200).split())
     both = replace(compared.distributions, ratio=Estimate(0.98, 0.97, 0.99))
-    assert ("B predicts this text better" in "".join(replace(compared, distributions=both).sentence())) == ("times" in said)
+    for low, better in ((0.97, "times" in said), (0.99, said != "exactly 0")):
+        floor = replace(compared.floor, ratio=Estimate(1.0, low, 1.01))
+        words = "".join(replace(compared, distributions=both, floor=floor).sentence())
+        assert ("B predicts this text better" in words) == better
+
+
+@pytest.mark.parametrize(("size", "said"), [(1e-4, "for rounding to bfloat16 explains"), (3.5e-4, "B predicts this text better")])
+def test_a_kl_below_the_floor_may_hold_a_better_model(base: Path, text: str, tmp_path: Path, size: float, said: str) -> None:
+    """KL grows with the square of a small step along the gradient, and the loss linearly: better models were called equal."""
+
+    @torch.enable_grad()
+    def step(model: GPT2) -> None:
+        ids = torch.tensor(gpt2.load_tokenizer(str(base)).encode(Path(text).read_text())[:192]).view(-1, 32)
+        token_losses(model(ids[:, :-1]), ids[:, 1:]).mean().backward()
+        for parameter in model.parameters():
+            parameter.data -= size * parameter.grad
+
+    names = f"{base}:bf16", f"{changed(base, tmp_path, step)}:bf16"
+    found = gpt2.compare(*names, on=text, tokens=200)
+    assert found.distributions.kl_ab.mean.low < found.floor.kl
+    assert found.distributions.ratio.high < 1
+    assert said in found.sentence()[1]
+    assert ("A equal" in gpt2.compare(*names, names[0], on=text, tokens=200).best) == ("rounding" in said)

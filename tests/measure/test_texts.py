@@ -110,6 +110,8 @@ def test_documents_are_read_as_training_reads_them(tmp_path):
     assert open_text("one.txt").encode(BPE) == BPE.encode("one\n")
     Path("odd.jsonl").write_text('{"body": "one"}')
     assert "no field 'text', only 'body'; name it text" in refusal(open_text, "odd.jsonl")
+    Path("odd.jsonl").write_text('{"text": 5}')
+    assert refusal(open_text, "odd.jsonl").endswith("is not text: 5; correct it")  # it named another: --set data.field=NAME
 
 
 def test_a_path_that_exists_wins(tmp_path):
