@@ -1,7 +1,7 @@
 """The floor of noise: how far two right runs of one model part by rounding alone, and ``gpt2 compare --noise``."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
@@ -19,16 +19,14 @@ from gpt2.comparison.sides.side import ComparedModel, Side, environment_of
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label
 from gpt2.measure.estimates import Bootstrap, Estimate
-from gpt2.measure.metrics import Logits, max_abs, token_losses
+from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
 from gpt2.model import GPT2
 from gpt2.pages.reports import Column, Printed, Section, as_json, bold, dim, numbers
 from gpt2.parity.streaming import Streamed
 
-TOKENS = 256  # of the text, on which the floor is computed
-SURE = 2048  # on which the floor of a ratio of perplexities is: on 256, that of bfloat16 is as wide as 0.4 %
-EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio
+SURE = 2048  # tokens for a floor on which a verdict depends: on 256, rounding to bfloat16 makes a ratio of 0.996 .. 1.004
 ROW, TOGETHER, PADDING = 256, 4, 7  # tokens of a row, rows of a batch, and tokens of padding: odd, so that rows lie elsewhere
 
 
@@ -36,18 +34,14 @@ ROW, TOGETHER, PADDING = 256, 4, 7  # tokens of a row, rows of a batch, and toke
 class Floor:
     """KL between two right runs: (name, mean KL, largest difference of a logit). A difference that is not above means nothing.
 
-    ``ratio`` is that of their perplexities, where a verdict depends on it: KL grows with the square of a small change of the
-    weights, and the loss linearly, so that a KL below the floor says nothing of the ratio.
+    ``ratio`` is that of their perplexities. KL grows with the square of a small change of the weights, and the loss linearly: a
+    KL that is not above its floor may stand beside a ratio that is.
     """
 
     ways: tuple[tuple[str, Estimate, float], ...]
     tokens: int
-    ratio: Estimate = EXACT
-
-    @property
-    def figures(self) -> dict[str, object]:
-        """What the JSON has of it."""
-        return {"ways": self.ways, "tokens": self.tokens}
+    ratio: Estimate
+    figures = property(lambda self: {"ways": self.ways, "tokens": self.tokens})  # what the JSON has of it
 
     @property
     def way(self) -> str:
@@ -59,51 +53,36 @@ class Floor:
         return self.ways[0][1].high
 
 
-def measure_floor(side: Side, ids: Tensor, other: torch.dtype | None = None) -> Floor | None:
-    """Return what :mod:`gpt2.measure.rounding` explains of two runs on ids (T,), in a side's dtype and in another one.
+@torch.no_grad()
+def measure_floor(side: Side, ids: Tensor, *dtypes: torch.dtype | None, tokens: int = 0) -> Floor | None:
+    """Return what :mod:`gpt2.measure.rounding` explains of two runs of a side, in the first and in the last of the dtypes.
 
-    None of what is no model of ours in a float dtype.
+    They are on one row of the ids (T,), or on as many ``tokens`` in several. None of what is no model of ours in a float dtype.
     """
     if type(side.gpt2) is not GPT2:
         return None
-    dtypes, ids = _dtypes(side, other), ids[: side.gpt2.config.n_positions].cpu()
-    one, two = _rounded_runs(side, dtypes, lambda logits: logits(ids))
-    kl = measure_rows(one[:-1], two[:-1], ids[1:], 1)[2]
-    name = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(dtypes)))}"
-    return Floor(((name, Bootstrap(len(kl)).mean(kl), max_abs(two, one)),), len(ids))
+    floats = [dtype for dtype in dtypes if dtype is not None and dtype != torch.int8]
+    length = min(ROW, side.gpt2.config.n_positions)
+    ids = ids[: max(length, tokens)].cpu()
+    found, logit = list[list[Tensor]](), 0.0
+    for seed, row in enumerate(ids.split(length)):
+        one, two = _rounded_runs(side.gpt2, row, side.vocab or None, {2 * seed: floats[0], 2 * seed + 1: floats[-1]})
+        found, logit = [*found, measure_rows(one[:-1], two[:-1], row[1:], 1)[:3]], max(logit, max_abs(two, one))
+    logp_a, logp_b, kl = map(torch.cat, zip(*found, strict=True))
+    name, bootstrap = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(floats)))}", Bootstrap(len(kl))
+    return Floor(((name, bootstrap.mean(kl), logit),), len(ids), perplexity_ratio(logp_a, logp_b, bootstrap))
 
 
-def measure_ratio(side: Side, ids: Tensor, other: torch.dtype | None = None) -> Estimate | None:
-    """Return the perplexity of the second of the runs of :func:`measure_floor` over the first's, on ids in short rows."""
-    if type(side.gpt2) is not GPT2:
-        return None
-    length = min(ROW, side.gpt2.config.n_positions, len(ids) - 1)
-    count = min(SURE, len(ids) - 1) // length * length
-    rows = list(zip(*(each.cpu().split(length) for each in (ids[:count], ids[1 : count + 1])), strict=True))
-
-    def losses(logits: Callable[[Tensor], Tensor]) -> Tensor:
-        return torch.cat([token_losses(logits(x)[None], y[None])[0] for x, y in rows])
-
-    one, two = _rounded_runs(side, _dtypes(side, other), losses)
-    return perplexity_ratio(-one, -two, Bootstrap(count))
-
-
-def _dtypes(side: Side, other: torch.dtype | None) -> list[torch.dtype]:
-    return [dtype for dtype in (side.dtype, other) if dtype is not None and dtype != torch.int8]
-
-
-@torch.no_grad()
-def _rounded_runs(side: Side, dtypes: list[torch.dtype], read: Callable[[Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
-    """Return what is read of two runs with errors of rounding; ``read`` is given what makes logits (T, V) of ids (T,)."""
-    model, runs = side.gpt2, list[Tensor]()
-    assert model is not None, f"{side.name} is not loaded"
-    for seed, dtype in enumerate((dtypes[0], dtypes[-1])):
+def _rounded_runs(model: GPT2, row: Tensor, vocab: int | None, dtypes: dict[int, torch.dtype]) -> list[Tensor]:
+    """Return the logits (T, V) of a row of ids (T,) in each of the dtypes, by seed of the errors of rounding."""
+    runs = []
+    for seed, dtype in dtypes.items():
 
         def convert(stored: Tensor, dtype: torch.dtype = dtype) -> Tensor:
             return stored.to("cpu", dtype).double()
 
         with Streamed(model, convert, convert, lambda _: None), rounding_noise(dtype, seed):  # a block's weights at a time
-            runs.append(read(lambda ids: model.head(model.hidden(ids[None]))[0, :, : side.vocab or None]))
+            runs.append(model.head(model.hidden(row[None]))[0, :, :vocab])
     return runs
 
 
@@ -167,7 +146,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
             run = ways[batch if side.batched else "rows, which it runs one after another"] = side.run
         elif side.checkpoint and (model := side.gpt2) is not None:
             run = ways[batch] = model
-            floor = measure_floor(side, passage.ids[:TOKENS])
+            floor = measure_floor(side, passage.ids, side.dtype)
             mask = (torch.arange(padding + length) >= padding).long()[None]
             padded, other = partial(model, attention_mask=mask), torch.float32 if side.dtype == torch.bfloat16 else torch.bfloat16
             filled = f"{padding} tokens of padding on the left"

@@ -18,9 +18,9 @@ from gpt2.comparison.blame import find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
-from gpt2.comparison.noise import EXACT, Floor, measure_floor, measure_ratio
+from gpt2.comparison.noise import SURE, Floor, measure_floor
 from gpt2.comparison.passage import Passage
-from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked, rounding_beside
+from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked, equal, floor_above
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
@@ -38,7 +38,7 @@ from gpt2.measure.per_token import measure_pair
 from gpt2.model import GPT2
 
 HELD = 2 << 30  # bytes of the first model's logits that are kept in memory; where they are more, it runs again beside each other
-TRACED = 256  # tokens whose activations are compared, and on which the floor of noise is computed
+TRACED = 256  # tokens whose activations are compared
 Floors = dict[torch.dtype | None, Floor | None]
 
 
@@ -71,7 +71,7 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         last_words = _last_words(first, passage, seed, settings.progress)
         beside = {each.dtype for each, fit in zip(others, fits, strict=True) if "distributions" not in fit.impossible}
         settings.progress("the floor of noise")
-        floors = {dtype: measure_floor(first, passage.ids[:TRACED], dtype) for dtype in beside}
+        floors = {dtype: measure_floor(first, passage.ids, first.dtype, dtype) for dtype in beside}
         if kept := _kept(first, passage) if several else None:
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
@@ -96,12 +96,11 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         ranking = _ranking(every, seed)
         for (before, _), (place, behind) in itertools.pairwise(ranking):
             for n in {before, place} - {0}:
-                every[n] = _with_ratio(every[n], behind, (first, sides[n]), passage.ids, settings.progress)
+                every[n] = _surer(every[n], behind, (first, sides[n]), passage.ids, settings.progress)
         seconds, spent = time.perf_counter() - started, sum(side.seconds for side in sides)
         return Comparisons(tuple(every), passage.scored, env, seed, seconds, spent, ranking)
     (pair,) = pairs
-    if pair.distributions is not None:
-        pair = _with_ratio(pair, pair.distributions.ratio, sides, passage.ids, settings.progress)
+    pair = _surer(pair, pair.distributions.ratio if pair.distributions else None, sides, passage.ids, settings.progress)
     change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
     blame = None
     if settings.blame:
@@ -133,17 +132,15 @@ def _kept(side: Side, passage: Passage) -> Logits | None:
     return lambda _: next(kept)
 
 
-def _with_ratio(pair: Pair, ratio: Estimate | None, sides: Sequence[Side], ids: Tensor, progress: Progress) -> Pair:
-    """Return a pair with the floor of its ratio of perplexities, where rounding may explain why a ``ratio`` is not 1."""
-    if ratio is None or ratio.low <= 1 <= ratio.high:
+def _surer(pair: Pair, ratio: Estimate | None, sides: Sequence[Side], ids: Tensor, progress: Progress) -> Pair:
+    """Return a pair, its floor measured on more tokens where rounding may explain why a ``ratio`` of perplexities is not 1."""
+    if ratio is None or equal(ratio) or (floor := floor_above(pair)) is None or floor.tokens >= min(SURE, len(ids)):
         return pair
-    if pair.floor is None or not rounding_beside(pair) or pair.floor.ratio != EXACT:
-        return pair
-    progress("the floor of noise")
-    for side, other in (sides, reversed(sides)):
+    progress("the floor of noise, on more tokens")
+    for side in sides:
         with side:
-            if (found := measure_ratio(side, ids, other.dtype)) is not None:
-                return replace(pair, floor=replace(pair.floor, ratio=found))
+            if surer := measure_floor(side, ids, *(each.dtype for each in sides), tokens=SURE):
+                return replace(pair, floor=surer)
     return pair
 
 
@@ -192,7 +189,7 @@ def measure(
         cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
         last_words = _last_words(b, passage, seed, progress)
         if distributions is not None:
-            floor = floors.get(b.dtype) or measure_floor(b, ids[:TRACED], a.dtype)
+            floor = floors.get(b.dtype) or measure_floor(b, ids, a.dtype, b.dtype)
     if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
         config, *read = _shared(*sides, mapped=True)
         moved = distance(expected(config), *read, progress=progress)

@@ -16,7 +16,7 @@ from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
 from gpt2.comparison.distributions import Distributions, Language
-from gpt2.comparison.noise import EXACT, Floor
+from gpt2.comparison.noise import Floor
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.weights import WeightChanges
@@ -29,6 +29,7 @@ from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
 from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
 
+EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio of what is equal
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
@@ -79,8 +80,8 @@ class Comparison(Printed):
             return ""
         if kl.value == 0:
             return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
-        if rounding := rounding_beside(self):
-            return f"KL is not above it: {rounding} alone makes as much"
+        if floor_above(self):
+            return f"KL is not above it: {floor.way} alone makes as much"
         return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
 
     @property
@@ -111,7 +112,7 @@ class Comparison(Printed):
             rounded = f" (A’s, rounded to {kind}{but})" if kind else ""
             subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
         if self.distributions is not None:
-            return subject, f": {_prediction(self.distributions, self.floor, rounding_beside(self))}."
+            return subject, f": {_prediction(self.distributions, floor_above(self))}."
         if self.alone:
             bits_a, bits_b = (number(score.bits_per_byte) for score in self.alone)
             return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
@@ -227,21 +228,21 @@ def _bits_per(text: Scored, scores: Sequence[LanguageScore]) -> str:
     return "bits per byte" if text.sha256 or any(score.bytes != score.tokens for score in scores) else "bits per token"
 
 
-def rounding_beside(one: "Comparison | Pair") -> str:
-    """Return in words the rounding that makes as large a KL as was measured beside the first model; "" where none does."""
+def floor_above(one: "Comparison | Pair") -> Floor | None:
+    """Return the floor of noise that is as large as the KL that was measured beside the first model; None where none is."""
     floor, both = one.floor, one.distributions
-    return floor.way if floor and both and both.kl_ab.mean.low <= floor.kl else ""
+    return floor if floor and both and both.kl_ab.mean.low <= floor.kl else None
 
 
-def _equal(ratio: Estimate, explained: Estimate = EXACT) -> bool:
+def equal(ratio: Estimate, explained: Estimate = EXACT) -> bool:
     """Return whether a ratio of perplexities shows no better model: its interval holds 1, or rounding explains the ratio."""
     return ratio.low <= 1 <= ratio.high or min(1, explained.low) <= ratio.value <= max(1, explained.high)
 
 
-def _prediction(both: Distributions, floor: Floor | None, rounding: str) -> str:
+def _prediction(both: Distributions, floor: Floor | None) -> str:
     same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
-    if _equal(both.ratio, floor.ratio if floor and rounding else EXACT):
-        why = f"for {rounding} explains the difference" if rounding else f"as far as {both.tokens:,} tokens can tell"
+    if equal(both.ratio, floor.ratio if floor else EXACT):
+        why = f"for {floor.way} explains the difference" if floor else f"as far as {both.tokens:,} tokens can tell"
         return f"they predict this text equally well, {why}, and {same}"
     perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
     return f"B predicts this text {'better' if both.ratio.value < 1 else 'worse'} (perplexity {perplexity}), and {same}"
@@ -405,12 +406,11 @@ class Comparisons(Printed):
     def best(self) -> str:
         """The models in their order, best first, in words."""
         words = [self.letters[each.candidate] for each in self.ranking[:1]]
-        floors = {n: each.floor.ratio for n, each in enumerate(self.candidates) if each.floor and rounding_beside(each)}
-        floors[0] = EXACT
+        floors = {0: EXACT} | {n: floor.ratio for n, each in enumerate(self.candidates) if (floor := floor_above(each))}
         for (before, _), (place, behind) in itertools.pairwise(self.ranking):
             over, under = (floors[place], floors[before]) if {before, place} <= floors.keys() else (EXACT, EXACT)
             explained = Estimate(over.value / under.value, over.low / under.high, over.high / under.low)
-            how = "" if behind is None else " equal" if _equal(behind, explained) else " worse"
+            how = "" if behind is None else " equal" if equal(behind, explained) else " worse"
             by = "" if behind is None else f"{how} (x {behind.value:.3f}, {behind.span('.3f') or 'exactly'})"
             words.append(f"{self.letters[place]}{by}")
         asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per.replace("/", " per ")
