@@ -99,7 +99,6 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
     [
         ("a.jsonl", '{"text": "x"}\n{"txt": "y"}', {}, "a.jsonl:2: no field 'text', only 'txt'; name one: --set data.field=NAME"),
         ("a.jsonl", '{"text": "x"}\n\n{"text": 3}', {}, "a.jsonl:3: the field 'text' is not text: 3"),
-        ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q}"}, "only 'text'; name one: --set 'data.prompt=\"Q: {NAME}\"'"),
         ("a.jsonl", '{"text": "x"}', {"prompt": "'{{q}} {q}"}, """--set 'data.prompt="'"'"'{{q}} {NAME}"'"""),
         ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q"}, "write {{ and }} for braces"),
         ("a.jsonl", '{"text": "x"}', {"prompt": "Q: {q:>9}"}, "write fields as {name}"),
