@@ -28,8 +28,7 @@ def by_transformers(logits: torch.Tensor, temperature: float, top_k: int | None,
 @pytest.mark.parametrize("top_p", [None, 1e-6, 0.5, 0.999, 1.0])
 @pytest.mark.parametrize("min_p", [0.0, 0.2, 1.0])
 def test_restrict_is_transformers(temperature: float, top_k: int | None, top_p: float | None, min_p: float) -> None:
-    """Possible bugs: a nucleus that stops below p, k applied after p, probabilities before the temperature, a share of 1 and not
-    of the likeliest. Ties, where the two differ, are below."""
+    """Possible bugs: a nucleus that stops below p, k after p, probabilities before the temperature, a share of 1. Ties: below."""
     logits = torch.randn(20, 12, generator=torch.Generator().manual_seed(0)) * 3
     found, expected = (f(logits, temperature, top_k, top_p, min_p) for f in (restrict, by_transformers))
     assert torch.equal(found.isneginf(), expected.isneginf())
@@ -131,8 +130,7 @@ def test_what_has_no_distribution_is_refused() -> None:
 
 
 def test_accepted_and_resampled_ids_follow_the_models_distribution(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Possible bugs: draft ids accepted too often, the next id drawn from the wrong distribution, or no id left where both are
-    equal. Every draft of two ids, accepted and rejected, by its probability."""
+    """Possible bugs: ids accepted too often, the next one of a wrong distribution, none left where both are equal."""
     generator = torch.Generator().manual_seed(0)
     proposed, wanted = torch.rand(2, 2, 5, generator=generator).pow(3)
     wanted = torch.cat((wanted, torch.rand(1, 5, generator=generator)))

@@ -31,8 +31,7 @@ from gpt2.sampling import Sampling
 
 
 def test_waiting_threads_sleep_unless_the_user_chose_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Spinning threads made a training run on a busy machine take three times as long; a user's own setting must win.
-    Set after torch is imported, the policy changes nothing: libgomp prints what it read when it was loaded."""
+    """Spinning threads made training on a busy machine three times as long; libgomp prints what it read when it was loaded."""
     for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME"):
         monkeypatch.delenv(name, raising=False)
     with monkeypatch.context() as chosen:

@@ -50,8 +50,7 @@ assert "fcntl" in sys.modules and sys.modules["fcntl"] is None, "the imitation i
 
 @pytest.mark.parametrize("commands", [COMMANDS, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["most", "others"])
 def test_commands_run_on_another_system(commands: list[list[str]], tmp_path: Path) -> None:
-    """`import fcntl` kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`.
-    One process runs them all."""
+    """`import fcntl` kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`. One process runs all."""
     (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
     (tmp_path / "port.py").write_text("import gpt2\ndef build():\n    return gpt2.load()\n")
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 400)

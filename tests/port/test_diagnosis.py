@@ -126,8 +126,7 @@ class Around(nn.Module):
     ],
 )
 def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2) -> None:
-    """One run of one batch cannot show these. A row that is zero alone was said to differ by inf; random numbers by another
-    number in each report."""
+    """One run of one batch cannot show these. A row that is zero alone was said to differ by inf; others by random numbers."""
     module, reports = Around(port(model), after), set()
     for _ in range(2):
         reports.add(diagnose(module, model).causes)

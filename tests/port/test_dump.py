@@ -163,8 +163,7 @@ def two_faults() -> dict[str, Tensor]:
 
 @pytest.mark.slow
 def test_weights_that_are_recorded_show_how_heads_were_split_and_the_walk_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without recorded heads the walk was lost in the attention after minutes, and no norm behind it was seen.
-    A further search took minutes on a larger model although the walk explains everything."""
+    """Without recorded heads the walk was lost in the attention after minutes. A further, needless search took minutes."""
 
     def never(*_: object) -> None:
         raise AssertionError("operators were fitted")

@@ -132,8 +132,7 @@ def nearly_itself(c: Site, s: State) -> Tensor:
 def test_an_attention_is_not_called_another_one(
     stage: str, formula: Formula, causes_of: set[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A value of one head compared with several ended the diagnosis of scores by two; values that are recorded in any case were
-    evidence for an attention in which each token sees itself."""
+    """One head's value compared with several ended it; values recorded in any case spoke for tokens that see themselves."""
     monkeypatch.setattr("gpt2.port.terms.budget.WORK", {True: 400_000})
     values = Model(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(3)}))
     said = gpt2.diagnose(dump({name: value for name, value in values.items() if name != "x"}, torch.float64), MODEL)

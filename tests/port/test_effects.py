@@ -273,8 +273,7 @@ class OverRows(nn.Module):
 
 
 def test_consequences_are_folded_into_their_cause(model: gpt2.GPT2) -> None:
-    """[Block(config)] * n_layer had three false causes beside the true one; exchanged norms were four; attention over the batch
-    was 'a token sees itself alone'."""
+    """[Block(config)] * n_layer had three false causes too; exchanged norms were four; attention over the batch was a mask."""
     one, exchanged, rows = (right(model) for _ in range(3))
     blocks = one.transformer["h"]
     one.transformer["h"] = nn.ModuleList([blocks[-1]] * len(blocks))

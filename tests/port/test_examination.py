@@ -85,8 +85,7 @@ def test_a_feed_forward_as_wide_as_the_stream_does_not_hold_every_dropout() -> N
 
 @pytest.mark.slow
 def test_what_else_is_wrong_is_found_where_rows_change_one_another(model: gpt2.GPT2) -> None:
-    """attention(x)[0] gives every row the first row's result; the walk was lost there, and the next fault went unseen.
-    Logits of one position were taken for those of rows that are all zero."""
+    """The walk was lost at attention(x)[0], one row's result for all. Logits of one position were those of rows of zeros."""
 
     def layer(block: nn.Module, x: Tensor) -> Tensor:
         normed = block.ln_1(x)
@@ -107,27 +106,40 @@ HIDDEN: dict[str, Callable[[Tensor], Tensor]] = {  # from ids (B, T) to the keys
 }
 
 
+def hiding(model: gpt2.GPT2, words: str, relu: bool) -> nn.Module:
+    seen: list[Tensor] = []
+
+    def weigh(q: Tensor, k: Tensor) -> Tensor:
+        scores = q @ k.mT / math.sqrt(q.shape[-1])
+        return scores.masked_fill(~seen[-1].tril()[:, None], -math.inf).softmax(-1).nan_to_num()
+
+    def layer(block: nn.Module, x: Tensor) -> Tensor:
+        x = x + attend(block, block.ln_1(x), weigh)
+        return x + (block.mlp.c_proj(F.relu(block.mlp.c_fc(block.ln_2(x)))) if relu else block.mlp(block.ln_2(x)))
+
+    module = port(model, layer)
+    module.register_forward_pre_hook(lambda _, args: seen.append(HIDDEN[words](args[0])))
+    return module
+
+
 @pytest.mark.parametrize("words", [pytest.param(words, marks=pytest.mark.slow if "id" in words else []) for words in HIDDEN])
 def test_what_hides_keys_is_read_off_the_weights(words: str, model: gpt2.GPT2) -> None:
     """The scores were taken for a part of a mask of documents, from cumsum over the ids. A window of 11 hid behind the ReLU that
     the first text shows, and no text held the last id, which is often that of padding."""
-    seen: list[Tensor] = []
-
-    def weigh(q: Tensor, k: Tensor) -> Tensor:
-        ahead = torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool()
-        return (
-            (q @ k.mT / math.sqrt(q.shape[-1]) + torch.where(seen[-1] & ~ahead, 0.0, -math.inf)[:, None]).softmax(-1).nan_to_num()
-        )
-
-    def layer(block: nn.Module, x: Tensor) -> Tensor:
-        x = x + attend(block, block.ln_1(x), weigh)
-        return x + (block.mlp.c_proj(F.relu(block.mlp.c_fc(block.ln_2(x)))) if words else block.mlp(block.ln_2(x)))
-
-    module = port(model, layer)
-    module.register_forward_pre_hook(lambda _, args: seen.append(HIDDEN[words](args[0])))
+    module = hiding(model, words, relu=bool(words))
     found = diagnose(module, model)
     assert {cause.id for cause in found.causes} == ({"mask-strict", "gelu-variant"} if words else set()), found.table()
     assert any(words in cause.detail for cause in found.causes) if words else gpt2.load_into(module, model).ok
+
+
+def test_a_large_model_is_compared_on_one_long_text(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At gpt2's size no text had more than 32 tokens, and a window of 200 was called equal."""
+    monkeypatch.setattr("gpt2.port.mapping.mapping.MAX_WORK", 0)
+    monkeypatch.setattr("gpt2.port.mapping.mapping.LENGTHS", (8, 1))
+    module = hiding(model, "a token sees the last 11 tokens alone", relu=False)
+    assert [cause.id for cause in diagnose(module, model).causes] == ["mask-strict"]
+    monkeypatch.setattr("gpt2.port.module.examination.LONG_TEXT", 0)
+    assert diagnose(module, model).notes[-1] == "texts of more than 8 tokens were not compared"
 
 
 def unrecognised(model: gpt2.GPT2) -> nn.Module:

@@ -210,8 +210,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error() -> None:
 
 
 def test_more_rows_or_fewer_than_the_checkpoint_s_are_said() -> None:
-    """nanoGPT pads to 50,304: initial values in the padding rows would change every softmax. More positions have no values;
-    fewer are right for every token that fits."""
+    """nanoGPT pads to 50,304: initial values there would change every softmax. Fewer positions are right where they fit."""
     report = load_into(Port(replace(CONFIG, n_positions=11)), checkpoint())
     assert report.ok
     assert "your module has 11 positions, the checkpoint 23: the first 11 are filled" in report.notes

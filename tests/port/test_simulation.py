@@ -73,8 +73,7 @@ def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
     ],
 )
 def test_a_fault_says_its_own_correction(words: str, fix: str, model: GPT2, ids: Tensor) -> None:
-    """The cause's line was printed: a window was to be mended as a token that cannot see itself, positions by what the
-    user has already."""
+    """The cause's line was printed: a window was to be mended as a token that cannot see itself, positions by themselves."""
     one = next(one for one in table(Model(model.state_dict(), CONFIG, ids)) if one.words.startswith(words))
     sites = tuple((one, n) for n in range(CONFIG.n_layer)) if one.edits else ((one, None),)
     (found,) = Candidate(sites).causes(CONFIG.n_layer)

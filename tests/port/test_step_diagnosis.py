@@ -210,8 +210,7 @@ def said_of(kind: str, lines: tuple[tuple[str, str], ...]) -> Diagnosis:
 
 @pytest.mark.parametrize("id", each(HEALED))
 def test_a_correction_that_is_carried_out_heals_the_step(id: str) -> None:
-    """The line that was printed was the one that the user already had: `(loss / grad_accum)`, `ignore_index=-100`; weights in
-    bfloat16 were called detached from the gradient, by their own rounding."""
+    """The printed line was the one that the user had: `(loss / grad_accum)`; weights in bfloat16 were called detached."""
     faulty, wrong, kind = HEALED[id]
     slot, _, mended = faulty.partition(">")
     lines = LINES | ({"update": BY_HAND} if slot in ("decay", "adam") else SCALED if kind == "scaled" else {})

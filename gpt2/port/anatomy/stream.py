@@ -1,8 +1,7 @@
 """Find the embeddings, attention and feed-forwards in a recorded forward pass, by what they compute.
 
 Attention contracts activations with activations twice, for the scores and for the weighted values; this identifies the
-projections around it. Of the others, one that reads another projection's results, and not the stream, is a feed-forward's second
-layer.
+projections around it. Of the others, one that reads another projection's results, not the stream, ends a feed-forward.
 """
 
 from collections.abc import Iterable, Iterator
@@ -26,8 +25,7 @@ class ModelPart:
 
     The parameter with the id ``row_ids[i] + column_ids[j]`` is the entry at row ``rows[i]`` and column ``columns[j]``; -1 means
     that the tensor has no such row or column. A vector is a single row. ``part`` is the tensor's name without layer and
-    ".weight": "wte", "ln_1.bias"; "attn.q", "attn.k", "attn.v" for c_attn; "head" for the output head (the token embedding
-    again).
+    ".weight": "wte", "ln_1.bias"; "attn.q", "attn.k", "attn.v" for c_attn; "head" for the output head (tied or not).
     """
 
     part: str

@@ -42,8 +42,7 @@ def examine(
 ) -> Diagnosis:
     """Diagnose a dump (also its path, or arrays by name), assuming one precision after the other until one explains it.
 
-    ``state``: the right model's weights (:func:`exact_weights`); the model itself need not be kept. Raises InputError as
-    :func:`gpt2.diagnose` does.
+    ``state``: the right model's weights (:func:`exact_weights`). Raises InputError as :func:`gpt2.diagnose` does.
     """
     dump = what if isinstance(what, Dump) else dump_of(what, config) if isinstance(what, Mapping) else read(what, config)
     with few_threads(config.num_parameters()):

@@ -1,7 +1,6 @@
 """Simulate what a dump does not record: which known faults, switched on in our own forward pass, give its arrays and logits.
 
-Between two shown values, every known fault is tried; the search goes on behind an explained part with our own values, and ends
-where nothing explains a part.
+Between two shown values, every known fault is tried; behind an explained part the search goes on with our own values.
 """
 
 import itertools

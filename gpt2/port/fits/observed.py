@@ -1,7 +1,6 @@
 """An array that may be the result of an operator, with its rounding; regressions on it, and the dropout that it shows.
 
-Shapes: the result is laid out as the stage's own value, (B, T, D), (B, H, T, K) or (B, H, T, T); ``rows`` (B, T) are the tokens
-at which it is not GPT-2's.
+Shapes: the result is laid out as the stage's value, (B, T, D), (B, H, T, K) or (B, H, T, T); ``rows`` (B, T): wrong tokens.
 """
 
 import itertools

@@ -49,8 +49,7 @@ def load_into(
     copy of the module's parameters, and before that, briefly, our model in float64.
 
     Raises:
-        InputError: ``module`` is not a torch module, GPT-2's weights do not fit it, or the model does not exist. The module is
-            then unchanged.
+        InputError: ``module``, then unchanged, is not a torch module; weights do not fit it; or the model does not exist.
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"load_into fills a torch.nn.Module, and was given {type(module).__name__}; build the module first")

@@ -1,7 +1,6 @@
 """Find where a port's structure departs from GPT-2's, as causes: missing parts, extra parts, and different connections.
 
-A new one goes into :func:`structural_causes`. :func:`gpt2.load_into` lists them, and :func:`gpt2.diagnose` names them where its
-walk does not reach the end.
+A new one goes into :func:`structural_causes`. ``load_into`` lists them; ``diagnose`` names them where its walk stops early.
 """
 
 import itertools

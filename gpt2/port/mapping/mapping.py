@@ -21,12 +21,15 @@ ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchang
 TABLES = ("wte", "wpe")
 AT_ONCE = 1 << 22  # entries that are placed or written at a time, to save memory
 LENGTHS = (8, 1, 32)  # of probes; a walk uses the first
-MAX_WORK = 2e9  # parameters times tokens: above it, the full context is not tried
+MAX_WORK = 2e9  # parameters times tokens of a row of the longest probe
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
 
-def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2) -> list[Tensor]:
-    """Return ids (B, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes."""
+def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2, work: float = MAX_WORK) -> list[Tensor]:
+    """Return ids (B, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes.
+
+    The last fills the context, if that is ``MAX_WORK``; else it is one row, as long as ``work`` allows.
+    """
     length, vocabulary, context = 1, config.vocab_size, config.n_positions
     if anatomy is not None:
         length = anatomy.recording.ids.size(1)  # it may take no shorter text
@@ -34,10 +37,13 @@ def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2) ->
         vocabulary = min(vocabulary, anatomy.stream.vocabulary, *head)
         context = min(context, len(anatomy.positions.rows) if anatomy.positions else context)
     lengths = [min(each, context) for each in LENGTHS] if length <= min(LENGTHS[0], context) else [length]
-    if config.num_parameters() * context <= MAX_WORK:
-        lengths.append(context)
+    longest = min(context, int(work / config.num_parameters()))
+    if longest > max(lengths):
+        lengths.append(longest)
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(vocabulary, (rows, each), generator=generator) for each in dict.fromkeys(lengths)]
+    if config.num_parameters() * longest > MAX_WORK:
+        texts[-1] = texts[-1][:1]
     texts[-1][0, ::3] = torch.tensor([0, vocabulary - 1]).repeat(texts[-1].size(1))[: len(texts[-1][0, ::3])]  # often of padding
     return texts
 
@@ -65,8 +71,7 @@ class WeightMap:
 
     ``placed``: by tensor, the entries that have a place. ``misfits``: parts that the checkpoint lacks or has in another size.
     ``in_buffers``: parts that lie in buffers while others lie in parameters, with the buffers' names. ``fills_buffers``: all
-    parts lie in buffers, or ``from_buffers`` maps these as well. ``conflicts`` are complete after :meth:`entries` has run for all
-    sources.
+    parts lie in buffers, or ``from_buffers`` maps these as well. ``conflicts``: complete after :meth:`entries` of all sources.
     """
 
     def __init__(self, anatomy: Anatomy, config: GPT2Config, *, from_buffers: bool = False) -> None:

@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +46,7 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 
 MOST_ROUNDED = 1.0  # a larger error of logits, over their root mean square, is none of rounding
 NARROW = (torch.bfloat16, torch.float16)
+LONG_TEXT = 1.5e11  # parameters times tokens of the longest text: the whole context of gpt2, in some 10 s of two cores
 
 
 class Examination:
@@ -59,6 +59,7 @@ class Examination:
         self.notes: list[str] = []
         self.runs = Runs(module, ours.config, self.notes)
         self.exact = True  # all is explained in float64
+        self.late = False  # the first text does not show what is wrong
         self.not_gpt2, self.holds = "", True  # why the parts are not recognised; whether some tensor is the checkpoint's
 
     def diagnosis(self) -> Diagnosis:
@@ -105,7 +106,8 @@ class Examination:
         alike = own.head is None and not own.extra and all(own.weights[name] is one for name, one in self.state.items())
         same = Reference(self.config, own.weights, own.head) if own.placed and not alike else reference
         self.progress("comparing your logits with ours")
-        outputs = self.runs.outputs(borrowed, probes(self.config, anatomy))
+        texts = probes(self.config, anatomy, work=LONG_TEXT)
+        outputs = self.runs.outputs(borrowed, texts)
         ids, first_logits = outputs[0]
         self.ids = ids
         if own.extra:  # perhaps a bias of the head
@@ -113,9 +115,12 @@ class Examination:
         padding, notes = padding_causes(first_logits, self.config)
         if first_logits.shape[1] < ids.shape[1]:
             notes.append("your module returns the logits of the last position alone, and these were compared")
-        if anatomy and anatomy.positions and (rows := len(anatomy.positions.rows)) < self.config.n_positions:
+        rows = len(anatomy.positions.rows) if anatomy and anatomy.positions else self.config.n_positions
+        if rows < self.config.n_positions:
             words = f"your module has {rows:,} positions, the checkpoint {self.config.n_positions:,}"
             notes.append(f"{words}: longer texts were not compared")
+        elif (longest := max(ids.size(1) for ids in texts)) < rows:
+            notes.append(f"texts of more than {longest:,} tokens were not compared")
         behaviour = Behaviour(self.module, same, self.runs)
         self.progress("trying your module alone, repeated, cached and padded")
         behaviour.test(ids.to(self.runs.device))
@@ -147,6 +152,7 @@ class Examination:
             return self._diagnosed(worst, [blank], [*self.weight_causes, *others])
         ids, logits = outputs[wrong]
         if wrong:
+            self.late = True
             self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at {ids.size(1)}")
             ids, logits = self._cut(ids, logits, reference, least)
         self.ids = ids
@@ -166,13 +172,21 @@ class Examination:
             self.notes += [f"your logits are right: float32's rounding explains errors up to {rounding:.1e}"] * (not causes)
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
 
-    def _cut(self, ids: Tensor, logits: Tensor, expected: Callable[[Tensor], Tensor], least: float) -> tuple[Tensor, Tensor]:
-        """Return ids (B, T) and their logits up to soon behind the first that is wrong by more than ``least``."""
-        far = (logits[..., : self.config.vocab_size] - expected(ids)[:, -logits.shape[1] :]).abs().amax((0, 2))
-        first = int((far > least * logits.square().mean().sqrt()).nonzero()[0])
+    def _cut(
+        self, ids: Tensor, logits: Tensor, expected: Callable[[Tensor], Tensor | None], least: float
+    ) -> tuple[Tensor, Tensor]:
+        """Return ids (B, T) and their logits up to soon behind the first that is wrong by more than ``least``; B at least 2."""
+        if (right := expected(ids)) is None:
+            return ids, logits
+        right = right[:, -logits.shape[1] :]
+        wrong = ((logits[..., : self.config.vocab_size] - right).abs() > least * right.square().mean().sqrt()).any(2).any(0)
+        first = int(wrong.long().argmax())
         shorter = ids[:, : first + LENGTHS[0]]
-        again = self.runs.run(shorter)
-        return (ids, logits) if isinstance(again, Exception) or error_of(again, expected(shorter)) <= least else (shorter, again)
+        shorter = shorter if len(ids) > 1 else torch.cat([shorter, shorter.flip(1)])
+        again, right = self.runs.run(shorter), expected(shorter)
+        if isinstance(again, Exception) or right is None or error_of(again, right) <= least:
+            return ids, logits
+        return shorter, again
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[Cause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
@@ -298,7 +312,7 @@ class Examination:
                     walked = replace(again, first=walked.first or again.first)
         foretold, least = walked.foretold(last[0]), max(self.runs.bound, ROUNDED_CONSTANT)
         if foretold is not None and error_of(last[1], foretold) > least:
-            longer = self._cut(*last, lambda ids: cast(Tensor, walked.foretold(ids)), least)[0]
+            longer, self.late = self._cut(*last, walked.foretold, least)[0], True
             again = self._best_walk(self._pool(longer), longer, reference, weights, own)
             walked, self.ids = (again, longer) if again.explained else (walked, self.ids)
         if is_right or walked.causes or self.weight_causes or not walked.explained:
@@ -331,7 +345,7 @@ class Examination:
     def _pool(self, ids: Tensor) -> Pool:
         """Return the module's recorded tensors."""
         pool = self.runs.pool(ids, self.runs.keep_casts)
-        pool.narrow, pool.budget = self.runs.bound > FLOAT64_BOUND, self.budget
+        pool.narrow, pool.budget, pool.late = self.runs.bound > FLOAT64_BOUND, self.budget, self.late
         return pool
 
     def _best_walk(self, pool: Pool, ids: Tensor, reference: Reference, weights: dict[str, Tensor], own: Own) -> Walked:

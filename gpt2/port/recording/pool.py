@@ -40,13 +40,14 @@ class Pool:
     """The values of a forward pass, by size and sums: all that a module computes, or what a dump holds.
 
     ``tolerance``: as measured for a dump, beyond the rounding of each array's dtype. A module, which runs in float64, has none;
-    ``narrow``: some of its tensors were below float64. Where ``budget`` is spent, every search raises
-    :class:`gpt2.port.terms.budget.Spent`.
+    ``narrow``: some of its tensors were below float64. ``late``: a first, short text does not show what is wrong.
+    Where ``budget`` is spent, every search raises :class:`gpt2.port.terms.budget.Spent`.
     """
 
     def __init__(self, tolerance: Tolerance | None = None) -> None:
         self.tolerance = tolerance
         self.narrow = tolerance is not None and tolerance.dtype != torch.float64
+        self.late = False
         self.entries: list[Tensor] = []
         self.names: list[str] = []  # by entry
         self.dtypes: list[torch.dtype] = []  # in which they are stored

@@ -1,8 +1,7 @@
 """Record a forward pass, operator by operator: ``record``.
 
 A view needs no work, since it shares its input's storage. A copy is replayed on the ids. A computation becomes a node, and its
-results get new ids. A new operator goes into a set below, or into ``HANDLERS`` if it does several things. Names: torch's
-native_functions.yaml.
+results get new ids. A new operator goes into a set below, or into ``HANDLERS`` if it does several things, by torch's name.
 """
 
 from collections.abc import Callable

@@ -41,6 +41,10 @@ class Explainer:
     def explained(self, base: Trial) -> Trial | None:
         """Return a block with the alternatives that explain it, the likeliest; None if none do. ``reached``: how far they do."""
         self.reached, knowns = base, list(self._with_known(base))
+        if self.observation.pool.late and (fit := self._masked(base)) is not None:  # tables have few masks of long texts
+            if self.blocks.goes_on(fit):
+                return fit
+            base = self.reached = fit
         for _ in range(MOST_FAULTS):
             whole, part = self._best(base, self.inner)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
@@ -192,6 +196,13 @@ class Explainer:
         yield from partly[:TARGETS]
 
     # Free numbers
+
+    def _masked(self, base: Trial) -> Trial | None:
+        """Return ``base`` with attention's weights as an array shows them; None if they are found, or none fits."""
+        if (node := "attn.weights") not in self.blocks.missing(base):
+            return None
+        arrays = itertools.islice(self.observation.unexplained(node, base.state[node], base.seen.values()), MOST_TRIED)
+        return next(filter(None, (self._with_fit(base, node, seen) for seen in arrays)), None)
 
     def _fitted(self, base: Trial) -> Trial | None:
         """Return ``base`` with one more node as what its array shows was computed; None if nothing fits.

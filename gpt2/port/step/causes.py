@@ -74,8 +74,7 @@ FIXES = {id: fix for rows in _TABLE.values() for fix, ids in rows.items() for id
 class StepFindings:
     """What the comparison of the stages of one step gave.
 
-    ``places``: the checkpoint's names for parameters, in words. ``errors``: how far stages are from the reference's; ``unknown``:
-    those that the causes do not explain.
+    ``places``: the checkpoint's names for parameters, in words. ``errors``: of stages; ``unknown``: those left unexplained.
     """
 
     places: Callable[[Collection[str]], tuple[Place, ...]]

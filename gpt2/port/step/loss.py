@@ -102,8 +102,7 @@ def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | No
 def _free_numbers(wanted: Tensor, at: Tensor, label: int) -> tuple[tuple[float, float], ...]:
     """Return the smoothing of labels alone, and the factor of logits alone, that explain a gradient (V,) of logits ``at`` best.
 
-    A smoothing of s adds w (1_k - 1/V) s. Without one, the logarithms of all entries but the label's are the factor times the
-    logits, and a constant.
+    A smoothing of s adds w (1_k - 1/V) s. Without one, logarithms of entries but the label's are linear in the logits.
     """
     hot = F.one_hot(torch.tensor(label), len(at)).double()
     basis = torch.stack([at.softmax(-1) - hot, hot - 1 / len(at)], -1)

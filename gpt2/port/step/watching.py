@@ -74,8 +74,7 @@ def summed(gradients: Iterable[Gradient]) -> Gradient:
 class Update:
     """One update of the parameters: their values before and after, and the gradient that it used.
 
-    ``held``: ``.grad`` after the last backward pass before it, if the update used ``.grad``. ``backwards``: how many of this call
-    come before it.
+    ``held``: ``.grad`` after the last backward pass before it, if the update used that. ``backwards``: those before it.
     """
 
     before: Samples = field(default_factory=dict)

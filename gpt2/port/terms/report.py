@@ -36,8 +36,7 @@ class Diagnosis:
     """The result: ``verdict`` is "equal", "mismatch" or "undetermined" (logits differ, and no known causes explain it).
 
     ``causes``: first what moves the logits most. ``notes``: facts that do not affect the verdict. ``logits_error``: the largest
-    difference of a logit over the root mean square of the reference's; None if they cannot be compared. ``seen``: what was given:
-    "module", "dump" or "logits".
+    difference of a logit over the root mean square of the reference's, or None. ``seen``: "module", "dump" or "logits".
     """
 
     verdict: str

@@ -69,8 +69,7 @@ def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torc
 def excess(stored: Tensor, value: Tensor, dtype: torch.dtype) -> float:
     """Return the largest error of ``stored`` beyond rounding to ``dtype``, relative to the root mean square of ``value``.
 
-    Both float64 and of one shape, perhaps sorted: rounding keeps the order, so the same bound holds. NaN and infinity match
-    themselves.
+    Both float64 and of one shape, perhaps sorted: rounding keeps the order. NaN and infinity match themselves.
     """
     unit, smallest = UNITS[dtype]
     kept = value.isfinite() & stored.isfinite()
