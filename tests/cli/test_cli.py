@@ -85,6 +85,8 @@ MISTAKES = [
     ("verify --json /no/such/folder/r.json", "cannot be written"),
     ("generate --prompt ''", "prompt is empty"),
     ("generate --stop ''", "stop text is empty"),
+    ("generate --samples 0", "samples"),
+    ("diagnose port.py --timeout nan", "--timeout"),
     ("generate run", "run: no model.safetensors there; it is the folder of a training run, give run/best"),
     ("train", "which recipe"),
     ("compare shakespeare-mini shakespeare-mini --tokens 1", "1 tokens are too few"),
