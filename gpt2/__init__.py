@@ -9,9 +9,10 @@
 A name below imports its module when it is first used: ``import gpt2`` does not import torch.
 """
 
-import gc
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from gpt2.garbage import uncollected
 
 if TYPE_CHECKING:
     from gpt2.checkpoint.loading import load as load
@@ -71,13 +72,8 @@ __all__ = list(_HOME)
 def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gpt2' has no attribute {name!r}")
-    collects = gc.isenabled()
-    gc.disable()  # else garbage collection walks all of torch again and again while it is imported: a sixth of the time
-    try:
+    with uncollected():  # a sixth of the time
         value = getattr(import_module(f"gpt2.{_HOME[name]}"), name)
-    finally:
-        if collects:
-            gc.enable()
     globals()[name] = value
     return value
 

@@ -16,9 +16,9 @@ import gpt2
 PACKAGE = Path(gpt2.__file__).parent
 # Each room may import itself and the rooms to its left.
 ORDER = [
-    *("errors", "config", "options", "data", "kv_cache", "model", "int8", "lora", "damage", "optim", "sampling", "decoder"),
-    *("generation", "checkpoint", "measure", "pages", "devices", "parity", "port", "comparison", "testing", "explore"),
-    *("train", "traces", "bench", "cli"),
+    *("errors", "garbage", "config", "options", "data", "kv_cache", "model", "int8", "lora", "damage", "optim", "sampling"),
+    *("decoder", "generation", "checkpoint", "measure", "pages", "devices", "parity", "port", "comparison", "testing"),
+    *("explore", "train", "traces", "bench", "cli"),
 ]
 # The same inside `port`: what reads a module, what is computed, and on top what a user calls.
 PORT = [

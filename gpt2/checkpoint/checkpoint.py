@@ -21,8 +21,8 @@ from gpt2.checkpoint.peft_files import MERGE_WITH_PEFT, NO_BASE, Adapter, read_a
 from gpt2.config import GPT2Config, official_size
 from gpt2.damage import ADVICE, Look, look
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
-from gpt2.data.client import uncollected
 from gpt2.errors import CheckpointError, InputError, did_you_mean, require_memory, user_path
+from gpt2.garbage import uncollected
 from gpt2.int8 import Int8GPT2
 from gpt2.model import GPT2
 

@@ -14,10 +14,11 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
-from gpt2.data.client import check_environment, uncollected
+from gpt2.data.client import check_environment
 from gpt2.data.library import BYTE, LibraryTokenizer, library
 from gpt2.data.tokenizer import Tokenizer, refuse_surrogates
 from gpt2.errors import InputError
+from gpt2.garbage import uncollected
 
 
 @contextmanager

@@ -1,25 +1,11 @@
 """Settings with which `huggingface_hub`, and so transformers, cannot be imported or used; and its errors in one line."""
 
-import gc
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from urllib.parse import urlsplit
 
 from gpt2.errors import InputError, printable
-
-
-@contextmanager
-def uncollected() -> Iterator[None]:
-    """Switch garbage collection off: thousands of new objects would trigger a collection that walks all of torch, in 0.1 s."""
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+from gpt2.garbage import uncollected
 
 
 def check_environment() -> None:

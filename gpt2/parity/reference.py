@@ -16,8 +16,9 @@ from gpt2.checkpoint.keys import to_file
 from gpt2.checkpoint.names import ADAPTER, INDEX, LAYOUTS, WEIGHTS
 from gpt2.config import GPT2Config
 from gpt2.data.adapter import quiet
-from gpt2.data.client import check_environment, uncollected
+from gpt2.data.client import check_environment
 from gpt2.errors import CheckpointError, InputError
+from gpt2.garbage import uncollected
 from gpt2.measure.metrics import Progress, silent
 
 
