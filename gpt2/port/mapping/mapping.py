@@ -21,14 +21,14 @@ ZERO, KEEP = -1, -2  # in place of an entry's number: set to zero; leave unchang
 TABLES = ("wte", "wpe")
 AT_ONCE = 1 << 22  # entries that are placed or written at a time, to save memory
 LENGTHS = (8, 1, 32)  # of probes; a walk uses the first
-MAX_WORK = 2e9  # parameters times tokens of a row of the longest probe
+MAX_WORK = 2e9  # parameters times tokens of each row: a longer probe has one row
 SHARE = re.compile(r"attn\.([qkv])\b")  # a third of c_attn
 
 
 def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2, work: float = MAX_WORK) -> list[Tensor]:
     """Return ids (B, T) of several lengths, drawn from a fixed seed, that a module of this anatomy takes.
 
-    The last fills the context, if that is ``MAX_WORK``; else it is one row, as long as ``work`` allows.
+    The longest fills the context where that takes no more than ``MAX_WORK``; else it is one row, as long as ``work`` allows.
     """
     length, vocabulary, context = 1, config.vocab_size, config.n_positions
     if anatomy is not None:
@@ -38,13 +38,13 @@ def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2, wo
         context = min(context, len(anatomy.positions.rows) if anatomy.positions else context)
     lengths = [min(each, context) for each in LENGTHS] if length <= min(LENGTHS[0], context) else [length]
     longest = min(context, int(work / config.num_parameters()))
-    if longest > max(lengths):
-        lengths.append(longest)
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(vocabulary, (rows, each), generator=generator) for each in dict.fromkeys(lengths)]
-    if config.num_parameters() * longest > MAX_WORK:
-        texts[-1] = texts[-1][:1]
-    texts[-1][0, ::3] = torch.tensor([0, vocabulary - 1]).repeat(texts[-1].size(1))[: len(texts[-1][0, ::3])]  # often of padding
+    if longest > max(lengths):
+        few = rows if config.num_parameters() * longest <= MAX_WORK else 1
+        texts.append(torch.randint(vocabulary, (few, longest), generator=generator))
+    padded = max(texts, key=Tensor.numel)[0, ::3]
+    padded[::2], padded[1::2] = 0, vocabulary - 1  # often of padding
     return texts
 
 

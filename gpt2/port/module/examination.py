@@ -1,7 +1,7 @@
 """Examine one port against one checkpoint: run all checks in order, and draw the conclusions."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -25,7 +25,7 @@ from gpt2.port.graph import Model
 from gpt2.port.mapping import ROUNDED_CONSTANT
 from gpt2.port.mapping.departures import SHARED, other_sizes, rows_apart, structural_causes
 from gpt2.port.mapping.filling import Own, fill, overwritten, own_weights, put
-from gpt2.port.mapping.mapping import LENGTHS, WeightMap, probes
+from gpt2.port.mapping.mapping import WeightMap, probes
 from gpt2.port.module.behaviour import Behaviour
 from gpt2.port.module.runs import Runs
 from gpt2.port.module.seen import seen
@@ -154,7 +154,7 @@ class Examination:
         if wrong:
             self.late = True
             self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at {ids.size(1)}")
-            ids, logits = self._cut(ids, logits, reference, least)
+            ids, logits = self.runs.cut(ids, logits, reference, least)
         self.ids = ids
         own_error = same.error(logits, ids)
         if own.placed and own_error <= self.runs.bound:
@@ -171,22 +171,6 @@ class Examination:
             causes, self.runs.bound = causes if self.exact else [], rounding
             self.notes += [f"your logits are right: float32's rounding explains errors up to {rounding:.1e}"] * (not causes)
         return self._diagnosed(worst, [blank, divergence, behaviour.divergence], [*causes, *ends, *others])
-
-    def _cut(
-        self, ids: Tensor, logits: Tensor, expected: Callable[[Tensor], Tensor | None], least: float
-    ) -> tuple[Tensor, Tensor]:
-        """Return ids (B, T) and their logits up to soon behind the first that is wrong by more than ``least``; B at least 2."""
-        if (right := expected(ids)) is None:
-            return ids, logits
-        right = right[:, -logits.shape[1] :]
-        wrong = ((logits[..., : self.config.vocab_size] - right).abs() > least * right.square().mean().sqrt()).any(2).any(0)
-        first = int(wrong.long().argmax())
-        shorter = ids[:, : first + LENGTHS[0]]
-        shorter = shorter if len(ids) > 1 else torch.cat([shorter, shorter.flip(1)])
-        again, right = self.runs.run(shorter), expected(shorter)
-        if isinstance(again, Exception) or right is None or error_of(again, right) <= least:
-            return ids, logits
-        return shorter, again
 
     def _diagnosed(self, error: float, divergences: list[Divergence | None], causes: list[Cause]) -> Diagnosis:
         """Build the diagnosis; its place is the first of these divergences in the forward pass."""
@@ -312,7 +296,7 @@ class Examination:
                     walked = replace(again, first=walked.first or again.first)
         foretold, least = walked.foretold(last[0]), max(self.runs.bound, ROUNDED_CONSTANT)
         if foretold is not None and error_of(last[1], foretold) > least:
-            longer, self.late = self._cut(*last, walked.foretold, least)[0], True
+            longer, self.late = self.runs.cut(*last, walked.foretold, least)[0], True
             again = self._best_walk(self._pool(longer), longer, reference, weights, own)
             walked, self.ids = (again, longer) if again.explained else (walked, self.ids)
         if is_right or walked.causes or self.weight_causes or not walked.explained:

@@ -14,11 +14,11 @@ from gpt2.measure.metrics import FLOAT64_BOUND, max_abs, worst_relative_error
 from gpt2.measure.rounding import WORST_RATIO, explained_errors
 from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.mapping.mapping import probes
+from gpt2.port.mapping.mapping import LENGTHS, probes
 from gpt2.port.recording.dispatch import DeterministicMode, FirstNaN, run_deterministically
 from gpt2.port.recording.forward import Borrowed, ForwardError, device_of
 from gpt2.port.recording.pool import LOOSE, Pool, collect
-from gpt2.port.search.logits import Reference, require_logits
+from gpt2.port.search.logits import Reference, error_of, require_logits
 from gpt2.port.terms.causes import SURE, Cause
 from gpt2.port.terms.places import Place
 
@@ -103,6 +103,22 @@ class Runs:
             at, why = int(logits.isnan().any(-1).any(0).nonzero()[0]), "a division by zero, or a softmax over nothing but -inf"
             raise InputError(f"{self.who}: its logits are NaN from position {at} on{self.first_nan(ids)}; look for {why}")
         return logits
+
+    def cut(self, ids: Tensor, logits: Tensor, right: Callable[[Tensor], Tensor | None], least: float) -> tuple[Tensor, Tensor]:
+        """Return a text and its logits up to soon behind the first that is off by more than ``least``; it has two rows or more.
+
+        The whole text where that is unknown: ``right``, which computes the right logits, returns None, or the part shows nothing.
+        """
+        if (due := right(ids)) is None:
+            return ids, logits
+        due = due[:, -logits.shape[1] :]
+        wrong = ((logits[..., : self.config.vocab_size] - due).abs() > least * due.square().mean().sqrt()).any(2).any(0)
+        part = ids[:, : int(wrong.long().argmax()) + LENGTHS[0]]
+        part = part if len(ids) > 1 else torch.cat([part, part.flip(1)])
+        again, due = self.run(part), right(part)
+        if isinstance(again, Exception) or due is None or error_of(again, due) <= least:
+            return ids, logits
+        return part, again
 
     def first_nan(self, ids: Tensor) -> str:
         """Return words for a message: which result is the first with NaN; "" if none is."""
