@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gpt2.checkpoint.loading import load as load
     from gpt2.checkpoint.loading import load_tokenizer as load_tokenizer
     from gpt2.checkpoint.saving import save as save
+    from gpt2.comparison.ranking import Comparisons as Comparisons
     from gpt2.comparison.results import Comparison as Comparison
-    from gpt2.comparison.results import Comparisons as Comparisons
     from gpt2.comparison.run import compare as compare
     from gpt2.config import GPT2Config as GPT2Config
     from gpt2.devices.report import DeviceReport as DeviceReport
@@ -46,7 +46,7 @@ _HOME = {
     "GPT2Config": "config",
     "CheckpointError": "errors",
     "Comparison": "comparison.results",
-    "Comparisons": "comparison.results",
+    "Comparisons": "comparison.ranking",
     "DeviceReport": "devices.report",
     "Diagnosis": "port.diagnosis",
     "InputError": "errors",

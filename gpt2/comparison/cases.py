@@ -150,7 +150,7 @@ def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: in
         (each.classifier.classes for each in models if each.classifier), tuple({case[1][0].strip(): 0 for case in cases})
     )
     for each in models:
-        if not each.answers or each.text_tokenizer is None:
+        if each.recording is not None or each.text_tokenizer is None:
             raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
         how = each, each.text_tokenizer, cases, bootstrap, progress
         said.append(_classify(*how, names) if labelled else _ask(*how))

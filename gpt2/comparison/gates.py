@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
-from gpt2.comparison.results import Comparison, Comparisons, Pair
+from gpt2.comparison.ranking import Comparisons, Pair
+from gpt2.comparison.results import Comparison, Measured
 from gpt2.errors import InputError
 from gpt2.measure.estimates import Estimate
 
@@ -30,7 +31,7 @@ def _at(path: str) -> Callable[[Any], Figure]:
     return lambda found: reduce(lambda part, name: None if part is None else getattr(part, name), path.split("."), found)
 
 
-def _beyond(found: Comparison | Pair) -> Figure:
+def _beyond(found: Measured) -> Figure:
     if (weights := found.weights) is None:
         return None
     rounded = weights.same_numbers or bool(weights.rounded_to)
@@ -38,7 +39,7 @@ def _beyond(found: Comparison | Pair) -> Figure:
     return float(beyond + len(found.compatibility.departures))
 
 
-def _error(found: Comparison | Pair, *points: str) -> Figure:
+def _error(found: Measured, *points: str) -> Figure:
     """Return the largest relative error of the traced points, or of some of them."""
     traced = found.activations.points if found.activations else ()
     errors = [each.error for each in traced if each.point in points or not points]
@@ -89,7 +90,7 @@ class Gate:
     def __str__(self) -> str:
         return f"{self.metric}{self.op}{self.threshold:g}"
 
-    def judge(self, found: Comparison | Pair) -> "Judgement":
+    def judge(self, found: Measured) -> "Judgement":
         """Apply the condition; raises InputError if the metric was not measured of two models, or of one of several."""
         if (measured := METRICS[self.metric].read(found)) is None:
             of, instead = "", "; gate on another metric"

@@ -28,6 +28,7 @@ from gpt2.parity.streaming import Streamed
 
 SURE = 2048  # tokens for a floor on which a verdict depends: on 256, rounding to bfloat16 makes a ratio of 0.996 .. 1.004
 ROW, TOGETHER, PADDING = 256, 4, 7  # tokens of a row, rows of a batch, and tokens of padding: odd, so that rows lie elsewhere
+EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio of what is equal
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,11 @@ class Floor:
     def kl(self) -> float:
         """What a mean KL must exceed: the upper end of the 95 % interval."""
         return self.ways[0][1].high
+
+
+def equal(ratio: Estimate, explained: Estimate = EXACT) -> bool:
+    """Return whether a ratio of perplexities shows no better model: its interval holds 1, or rounding explains the ratio."""
+    return ratio.low <= 1 <= ratio.high or min(1, explained.low) <= ratio.value <= max(1, explained.high)
 
 
 @torch.no_grad()

@@ -5,9 +5,9 @@ import math
 import time
 from collections.abc import Sequence, Set
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +17,11 @@ from gpt2.comparison.activations import compare_activations
 from gpt2.comparison.blame import find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
-from gpt2.comparison.distributions import Language, language, perplexity_ratio, summarise
-from gpt2.comparison.noise import SURE, Floor, measure_floor
+from gpt2.comparison.distributions import Language, language, summarise
+from gpt2.comparison.noise import SURE, Floor, equal, measure_floor
 from gpt2.comparison.passage import Passage
-from gpt2.comparison.results import Comparison, Comparisons, Pair, Ranked, equal, floor_above
+from gpt2.comparison.ranking import Comparisons, Pair, ranked
+from gpt2.comparison.results import Comparison, Measured
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
@@ -88,12 +89,12 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     a = first.describe()
     if several:
         heads = Compatibility((), fits[0].vocabularies, heads_left_out(first))
-        whole = Pair(a, first.size, first.speed, own, heads, last_words, (logp, logp))
+        whole = Pair(a, first.size, first.speed, own, last_words, (logp, logp), compatibility=heads)
         every = [
             replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
             for pair, side, saved in zip((whole, *pairs), sides, models, strict=True)
         ]
-        ranking = _ranking(every, seed)
+        ranking = ranked(every, seed)
         for (before, _), (place, behind) in itertools.pairwise(ranking):
             for n in {before, place} - {0}:
                 every[n] = _surer(every[n], behind, (first, sides[n]), passage.ids, settings.progress)
@@ -106,13 +107,12 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     if settings.blame:
         vocab = min(each.vocab for each in sides)
         blame = find_blame(*_shared(*sides), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=settings.progress)
-    parts_of = ("distributions", "weights", "activations", "words", "cases", "floor")
+    measured = {each.name: getattr(pair, each.name) for each in fields(Measured)}
     return Comparison(
         a=a.hashed(),
         b=pair.model.hashed(),
-        compatibility=pair.compatibility.without(first.rows_left_out | others[0].rows_left_out),
         text=passage.scored,
-        **{name: getattr(pair, name) for name in parts_of},
+        **measured | {"compatibility": pair.compatibility.without(first.rows_left_out | others[0].rows_left_out)},
         alone=() if pair.distributions else (own.score, pair.language.score),
         last_words=LastWords(last_words, pair.last_words, change) if last_words and pair.last_words and change else None,
         blame=blame,
@@ -134,7 +134,7 @@ def _kept(side: Side, passage: Passage) -> Logits | None:
 
 def _surer(pair: Pair, ratio: Estimate | None, sides: Sequence[Side], ids: Tensor, progress: Progress) -> Pair:
     """Return a pair, its floor measured on more tokens where rounding may explain why a ``ratio`` of perplexities is not 1."""
-    if ratio is None or equal(ratio) or (floor := floor_above(pair)) is None or floor.tokens >= min(SURE, len(ids)):
+    if ratio is None or equal(ratio) or (floor := pair.floor_above) is None or floor.tokens >= min(SURE, len(ids)):
         return pair
     progress("the floor of noise, on more tokens")
     for side in sides:
@@ -142,22 +142,6 @@ def _surer(pair: Pair, ratio: Estimate | None, sides: Sequence[Side], ids: Tenso
             if surer := measure_floor(side, ids, *(each.dtype for each in sides), tokens=SURE):
                 return replace(pair, floor=surer)
     return pair
-
-
-def _ranking(candidates: Sequence[Pair], seed: int) -> tuple[Ranked, ...]:
-    """Return the models from the best on, by what the text asks, each with its distance from the one before."""
-    worth = [each.language.bits_per_byte.value for each in candidates]
-    losses = [None if each.logp is None else -each.logp[1] for each in candidates]
-    if all(each.last_words for each in candidates):
-        losses = [torch.tensor(each.last_words.losses, dtype=torch.float64) for each in candidates if each.last_words]
-        worth = [float(each.mean()) for each in losses if each is not None]
-    order = sorted(range(len(worth)), key=lambda n: (math.isnan(worth[n]), worth[n]))
-    ranked = [Ranked(order[0], None)]
-    for before, n in itertools.pairwise(order):
-        one, other = losses[before], losses[n]
-        paired = None if one is None or other is None else perplexity_ratio(-one, -other, Bootstrap(len(other), seed))
-        ranked.append(Ranked(n, paired))
-    return tuple(ranked)
 
 
 def measure(
@@ -193,8 +177,9 @@ def measure(
     if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
         config, *read = _shared(*sides, mapped=True)
         moved = distance(expected(config), *read, progress=progress)
-    about = b.describe(), b.size, b.speed, language, fit, last_words, logp, distributions, moved
-    return Pair(*about, weights, activations, words, cases, floor, _more_rows(*sides))
+    parts_of: dict[str, Any] = {"distributions": distributions, "weights": weights, "activations": activations, "words": words}
+    about = b.describe(), b.size, b.speed, language, last_words, logp, moved, _more_rows(*sides)
+    return Pair(*about, compatibility=fit, cases=cases, floor=floor, **parts_of)
 
 
 def in_its_tokens(side: Side, passage: Passage, seed: int) -> Language:
@@ -220,7 +205,7 @@ def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, seed: i
 
 def _last_words(side: Side, passage: Passage, seed: int, progress: Progress) -> LastWord | None:
     """Score the last word of each passage of the text, if it has any and the side can be asked."""
-    if side.text_tokenizer is None or not side.answers or passage.text is None or not passage.text.passages:
+    if side.text_tokenizer is None or side.recording is not None or passage.text is None or not passage.text.passages:
         return None
     passages, options = passage.text.passages, {"context": side.context, "seed": seed}
     return score_last_words(side.logits, side.text_tokenizer, passages, **options, progress=progress)

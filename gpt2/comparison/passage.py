@@ -1,11 +1,13 @@
 """The text of a comparison: its ids and windows, the bytes of its tokens, and what a report says of it."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from gpt2.data import Tokenizer
+from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.texts import Text
 from gpt2.measure.windows import Windows
 
@@ -28,6 +30,10 @@ class Scored:
     def cut(self) -> str:
         """In words: how many tokens are scored, how they are cut, and how the text was read."""
         return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
+
+    def bits_per(self, scores: Iterable[LanguageScore]) -> str:
+        """Return the unit of bits per byte; ids without a tokenizer have no bytes, so their unit is the token."""
+        return "bits per byte" if self.sha256 or any(score.bytes != score.tokens for score in scores) else "bits per token"
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,61 +1,68 @@
-"""The results of comparing two models, or several with the first: frozen dataclasses with terminal tables and JSON."""
+"""The result of comparing two models: what it says in words, its terminal tables, and its JSON."""
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import partial
-from string import ascii_uppercase
-from typing import Any, ClassVar, NamedTuple
-
-from torch import Tensor
+from typing import Any, ClassVar
 
 from gpt2.comparison import charts
 from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
-from gpt2.comparison.distributions import Distributions, Language
-from gpt2.comparison.noise import Floor
+from gpt2.comparison.distributions import Distributions
+from gpt2.comparison.noise import EXACT, Floor, equal
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.weights import WeightChanges
 from gpt2.comparison.words import NEW_TOKENS, Words
 from gpt2.measure.environment import Environment
-from gpt2.measure.estimates import Estimate
-from gpt2.measure.last_words import LastWord, LastWords
+from gpt2.measure.last_words import LastWords
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
-from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, numbers, yellow
+from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, yellow
 
-EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio of what is equal
 VISIBLE_JS = 0.005  # nats; a smaller divergence is printed as 0.00
 
 
-@dataclass(frozen=True)
-class Comparison(Printed):
-    """The result of a comparison; a part that could not be measured is None, and ``compatibility`` has the reason."""
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What was measured of two models; a part that was not chosen, or is not possible, is None: ``compatibility`` says why."""
+
+    compatibility: Compatibility
+    distributions: Distributions | None = None
+    weights: WeightChanges | None = None
+    activations: Activations | None = None
+    words: Words | None = None
+    cases: Cases | None = None
+    floor: Floor | None = None
+
+    @property
+    def floor_above(self) -> Floor | None:
+        """The floor of noise where it is as large as the measured KL; None elsewhere."""
+        floor, both = self.floor, self.distributions
+        return floor if floor and both and both.kl_ab.mean.low <= floor.kl else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison(Measured, Printed):
+    """The result of comparing two models."""
 
     command: ClassVar[str] = "gpt2 compare"
 
     a: ComparedModel
     b: ComparedModel
-    compatibility: Compatibility
     text: Scored
-    weights: WeightChanges | None
-    activations: Activations | None
-    distributions: Distributions | None
     alone: tuple[LanguageScore, ...]  # one per model, if the distributions cannot be compared
-    words: Words | None
     last_words: LastWords | None
     environment: Environment
     seed: int
     seconds: float
     gates: tuple[Any, ...] = ()  # of --fail-if: what gates.py says of it
     blame: Blame | None = None
-    floor: Floor | None = None
-    cases: Cases | None = None  # of --cases
 
     @property
     def ok(self) -> bool:
@@ -80,7 +87,7 @@ class Comparison(Printed):
             return ""
         if kl.value == 0:
             return f"KL is exactly 0; {floor.way} alone makes more" if floor.kl else "KL is exactly 0"
-        if floor_above(self):
+        if self.floor_above:
             return f"KL is not above it: {floor.way} alone makes as much"
         return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
 
@@ -112,7 +119,7 @@ class Comparison(Printed):
             rounded = f" (A’s, rounded to {kind}{but})" if kind else ""
             subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
         if self.distributions is not None:
-            return subject, f": {_prediction(self.distributions, floor_above(self))}."
+            return subject, f": {_prediction(self.distributions, self.floor_above)}."
         if self.alone:
             bits_a, bits_b = (number(score.bits_per_byte) for score in self.alone)
             return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
@@ -120,7 +127,7 @@ class Comparison(Printed):
 
     def to_json(self) -> str:
         """Return the whole comparison as JSON, with both models, the text, versions and hashes."""
-        body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, **vars(self)}
+        body = {"verdict": "identical" if self.ok else "different", "ok": self.ok, "a": self.a, "b": self.b, **vars(self)}
         first = self.activations.first_past if self.activations else None
         body["first_past"] = None if first is None else {"point": first.point, "layer": first.layer, "error": first.error}
         if (weights := self.weights) is not None:
@@ -187,7 +194,7 @@ class Comparison(Printed):
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
         if (both := self.distributions) is not None:
             yield "perplexity", perplexities, f"× {both.ratio.text('.3f')}"
-            yield _bits_per(self.text, self.scores), bits, ""
+            yield self.text.bits_per(self.scores), bits, ""
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")
@@ -221,22 +228,6 @@ class Comparison(Printed):
             yield title, past.point if past else "nowhere", f"{past.error:.2g}" if past else ""
         if self.ok:
             yield Styled("IDENTICAL", "bold green"), "in all that was measured", ""
-
-
-def _bits_per(text: Scored, scores: Sequence[LanguageScore]) -> str:
-    """Return the unit of bits per byte; ids without a tokenizer have no bytes, so their unit is the token."""
-    return "bits per byte" if text.sha256 or any(score.bytes != score.tokens for score in scores) else "bits per token"
-
-
-def floor_above(one: "Comparison | Pair") -> Floor | None:
-    """Return the floor of noise that is as large as the KL that was measured beside the first model; None where none is."""
-    floor, both = one.floor, one.distributions
-    return floor if floor and both and both.kl_ab.mean.low <= floor.kl else None
-
-
-def equal(ratio: Estimate, explained: Estimate = EXACT) -> bool:
-    """Return whether a ratio of perplexities shows no better model: its interval holds 1, or rounding explains the ratio."""
-    return ratio.low <= 1 <= ratio.high or min(1, explained.low) <= ratio.value <= max(1, explained.high)
 
 
 def _prediction(both: Distributions, floor: Floor | None) -> str:
@@ -306,151 +297,3 @@ def _words(words: Words, names: tuple[str, str], scored: int) -> Iterator[Sectio
         said += [(f"{readable(row.prompt)}\n(greedy, up to {NEW_TOKENS} tokens)", readable(row.a), readable(row.b), parts), ()]
     if said:
         yield Section(columns=(Column("prompt", wrap=True), "a goes on", "b goes on", "they differ"), rows=said)
-
-
-@dataclass(frozen=True)
-class Pair:
-    """One of the models, and what was measured of it beside the first one; of the first, what it shows alone.
-
-    A part that was not chosen, or is not possible, is None; ``compatibility`` has the reason. ``size`` is of its weights
-    alone, in bytes as they are stored, or of the dtype in which it runs; of an engine, of its files; None where it has no files
-    here. ``tokens_per_second`` are of the forward passes over the text. ``language`` is over its own tokens where these are
-    not the first's. ``moved`` is the norm of the weights' change from the first model over the norm.
-    """
-
-    model: ComparedModel
-    size: int | None
-    tokens_per_second: float
-    language: Language
-    compatibility: Compatibility
-    last_words: LastWord | None = None
-    logp: tuple[Tensor, Tensor] | None = field(default=None, repr=False, compare=False)  # of tokens, the first's and its own
-    distributions: Distributions | None = None  # the first model is their a
-    moved: float | None = None
-    weights: WeightChanges | None = None
-    activations: Activations | None = None
-    words: Words | None = None
-    cases: Cases | None = None
-    floor: Floor | None = None
-    rows: int = 0  # of the vocabulary more than the first model's
-    step: int | None = None  # of a training run
-
-    @property
-    def figures(self) -> dict[str, object]:
-        """What the JSON has of several models."""
-        against: dict[str, object] | None = None
-        if (both := self.distributions) is not None:
-            against = {"ratio": both.ratio, "bits": both.bits, "kl": both.kl_ab.mean, "kl_max": both.kl_ab.max}
-            against |= {"same_top": both.same_top, "only_first": both.only_a, "only_it": both.only_b}
-        own = ("model", "step", "size", "tokens_per_second", "language", "last_words")
-        beside = {"against": against, "weights": self.moved, "left_out": self.compatibility.impossible, "rows": self.rows}
-        return {name: getattr(self, name) for name in own} | beside
-
-    def described(self) -> tuple[str, ...]:
-        """Return the cells of its row among the models: name, step, size, speed, and how far the weights moved."""
-        size = "" if self.size is None else f"{self.size / 1e9:.2f} GB" if self.size >= 1e9 else f"{self.size / 1e6:.1f} MB"
-        speed = "" if math.isnan(self.tokens_per_second) else f"{self.tokens_per_second:,.0f}"
-        moved = "" if self.moved is None else "equal" if self.moved == 0 else f"{self.moved:.2%}"
-        moved += f", {self.rows:+,} rows" if self.moved is not None and self.rows else ""
-        return self.model.name, "" if self.step is None else str(self.step), size, speed, moved
-
-    def scores(self) -> tuple[str, ...]:
-        """Return perplexity and bits per byte, each with its distance from the first model's."""
-        perplexity, bits = f"{self.language.perplexity.value:.2f}", f"{self.language.bits_per_byte.value:.4f}"
-        if (found := self.distributions) is None:
-            return perplexity, "", "", bits, "", ""
-        return perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")
-
-    def distances(self) -> tuple[str, ...]:
-        """Return the divergences from the first model; nothing where there are none."""
-        if (found := self.distributions) is None:
-            return ()
-        return *found.kl_ab.mean.cells(".3g", ".2g"), f"{found.kl_ab.max:.3g}", *found.same_top.cells(".1%")
-
-    def last(self) -> tuple[str, ...]:
-        """Return the last words: how many are right, and their perplexity."""
-        if (last := self.last_words) is None:
-            return ()
-        return f"{last.accuracy.value:.2%} ({last.accuracy.span('.2%')})", f"{last.perplexity.value:.2f}"
-
-
-class Ranked(NamedTuple):
-    """A model's place: the number of the candidate, and its perplexity over that of the one before, paired; None if unknown."""
-
-    candidate: int
-    behind: Estimate | None
-
-
-@dataclass(frozen=True)
-class Comparisons(Printed):
-    """Several models on one text, each compared with the first of ``candidates``."""
-
-    command: ClassVar[str] = "gpt2 compare"
-
-    candidates: tuple[Pair, ...]
-    text: Scored
-    environment: Environment
-    seed: int
-    seconds: float
-    forward_seconds: float  # of them in the models' forward passes
-    ranking: tuple[Ranked, ...] = ()  # from the best on
-    gates: tuple[tuple[Any, ...], ...] = ()  # of --fail-if, for each candidate but the first
-
-    @property
-    def letters(self) -> tuple[str, ...]:
-        """A short name for each model: A, B, C ... and numbers after Z."""
-        count = len(self.candidates)
-        return tuple(ascii_uppercase[:count]) if count <= 26 else tuple(str(number + 1) for number in range(count))
-
-    @property
-    def best(self) -> str:
-        """The models in their order, best first, in words."""
-        words = [self.letters[each.candidate] for each in self.ranking[:1]]
-        floors = {0: EXACT} | {n: floor.ratio for n, each in enumerate(self.candidates) if (floor := floor_above(each))}
-        for (before, _), (place, behind) in itertools.pairwise(self.ranking):
-            over, under = (floors[place], floors[before]) if {before, place} <= floors.keys() else (EXACT, EXACT)
-            explained = Estimate(over.value / under.value, over.low / under.high, over.high / under.low)
-            how = "" if behind is None else " equal" if equal(behind, explained) else " worse"
-            by = "" if behind is None else f"{how} (x {behind.value:.3f}, {behind.span('.3f') or 'exactly'})"
-            words.append(f"{self.letters[place]}{by}")
-        asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per.replace("/", " per ")
-        return f"best by {asked}: {'; '.join(words)}; perplexity beside the one before" if len(words) > 1 else ""
-
-    @property
-    def bits_per(self) -> str:
-        """Return the unit of a text: "bits/byte", or "bits/token" where bytes are not known."""
-        return _bits_per(self.text, [each.language.score for each in self.candidates]).replace(" per ", "/")
-
-    def to_json(self) -> str:
-        """Return everything as JSON, with the models, the text, versions and hashes."""
-        return as_json({**vars(self), "letters": self.letters})
-
-    def sections(self) -> Iterator[Section]:
-        """Yield the models, a row for each in every table."""
-        each = list(zip(self.letters, self.candidates, strict=True))
-
-        def table(columns: Sequence[Column], cells: Callable[[Pair], Sequence[str]], note: Line | None = None) -> Section:
-            return Section("", note, ("", *columns), [(letter, *row) for letter, one in each if (row := cells(one))])
-
-        by_step, models = any(one.step is not None for one in self.candidates), [one.model for one in self.candidates]
-        yield Section(note=(f"{len(models) - 1} models against ", bold(models[0].name)), for_pages=True)
-        yield table((Column("model"), *numbers("step" * by_step, "size", "tokens/s", "weights moved")), Pair.described, "")
-        yield Section(note=bold(self.best))
-        yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
-        yield table(numbers("perplexity", "x A's", "95 %", self.bits_per, "- A's", "95 %"), Pair.scores)
-        yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Pair.distances)
-        if any(one.last_words for one in self.candidates):
-            yield table(numbers("last words right", "their perplexity"), Pair.last)
-        for letter, one in each:
-            for whose, lacks, share in one.distributions.lacking(letter) if one.distributions else ():
-                yield Section(note=yellow(f"{lacks} lacks tokens that have {100 * share:.3g}% of {whose}'s probability"))
-            for part, why in one.compatibility.impossible.items():
-                if part != "activations":
-                    yield Section(note=yellow(f"left out of {letter}: {part}: {why.partition(';')[0]}"))
-        for letter, gates in zip(self.letters[1:], self.gates, strict=False):
-            yield from (Section(note=f"{letter} {gate.verdict}", for_pages=True) for gate in gates)
-        yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
-
-    def origin(self, page: str) -> Iterator[Section]:
-        """Yield how to make the page again."""
-        yield charts.made_with(page, [one.model for one in self.candidates], self.text, self.environment, seed=self.seed)

@@ -10,7 +10,8 @@ from typing import Any, ParamSpec, Protocol, cast, overload
 
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.pairs import Saved, compare_sides
-from gpt2.comparison.results import Comparison, Comparisons
+from gpt2.comparison.ranking import Comparisons
+from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
 from gpt2.config import number
 from gpt2.data.documents import NAMED

@@ -113,7 +113,7 @@ def compare_words(
     starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
     prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
     rows: tuple[Continuation, ...] = ()
-    if prompts and length and a.answers and b.answers:
+    if prompts and length and a.recording is b.recording is None:
         progress("words: continuing prompts")
         rows = continuations(a, b, tokenizers, prompts, min(NEW_TOKENS, context - length))
     return Words(tuple(words), tuple(worst), rows)

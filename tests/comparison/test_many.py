@@ -13,7 +13,7 @@ import gpt2
 from gpt2.checkpoint.saving import sha256
 from gpt2.cli.main import main
 from gpt2.comparison import pairs
-from gpt2.comparison.results import Comparisons, Ranked
+from gpt2.comparison.ranking import Comparisons, Ranked
 from gpt2.comparison.run import compare
 from gpt2.comparison.sides import side
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide

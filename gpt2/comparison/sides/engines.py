@@ -136,7 +136,7 @@ class LlamaCppSide(EngineSide):
     vocab_size = property(lambda self: self._vocabulary.n_vocab())
 
     @property
-    def n_positions(self) -> int | None:  # type: ignore[override]
+    def n_positions(self) -> int | None:
         return int(self._metadata.get(f"{self._metadata.get('general.architecture')}.context_length", 0)) or None
 
     @property
@@ -198,7 +198,7 @@ class CTranslate2Side(EngineSide):
         return tuple(path for path in (self.path / "model.bin", self.path / "config.json") if path.is_file())
 
     @property
-    def vocab_size(self) -> int | None:  # type: ignore[override]
+    def vocab_size(self) -> int | None:
         file = next((file for name in CT2_TOKENS if (file := self.path / name).is_file()), None)
         return None if file is None else len(self.ask(lambda: CT2_TOKENS[file.name](file.read_text(encoding="utf-8"))))
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Self, TypeVar, cast
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -105,11 +105,25 @@ class Side(ABC):
     seconds: float = 0.0  # in forward passes
     inputs: int = 0  # tokens that it was run on
     unnamed: float = 0.0  # the sum of what it gave to rows without a token
-    speed = cast(float, property(lambda self: self.inputs / self.seconds if self.seconds else math.nan))  # tokens a second
-    n_positions = cast(int | None, property(lambda self: self.config and self.config.n_positions))  # at most read at once
-    vocab_size = cast(int | None, property(lambda self: self.config and self.config.vocab_size))  # logits a place, with padding
-    context = cast(int, property(lambda self: self.n_positions or DEFAULT_CONTEXT))
-    answers = cast(bool, property(lambda self: Shown.LOGITS in self.shows and self.recording is None))  # for any ids
+
+    @property
+    def speed(self) -> float:
+        """Tokens a second in forward passes; NaN before the first."""
+        return self.inputs / self.seconds if self.seconds else math.nan
+
+    @property
+    def n_positions(self) -> int | None:
+        """The most tokens that it reads at once."""
+        return None if self.config is None else self.config.n_positions
+
+    @property
+    def vocab_size(self) -> int | None:
+        """The number of its logits for a token, padding included."""
+        return None if self.config is None else self.config.vocab_size
+
+    @property
+    def context(self) -> int:
+        return self.n_positions or DEFAULT_CONTEXT
 
     def ask(self, call: Callable[[], T], advice: str = "") -> T:
         """Return what another program, or the user's code, answers.
