@@ -7,7 +7,6 @@ from itertools import zip_longest
 
 from torch import Tensor
 
-from gpt2.comparison.settings import THRESHOLD
 from gpt2.errors import InputError
 from gpt2.measure.metrics import Progress, cosine, max_abs, relative_error, silent
 from gpt2.measure.tracing import Recorded, layer_of
@@ -45,9 +44,7 @@ class Activations:
         return next((point for point in self.points if not point.error <= self.threshold), None)
 
 
-def compare_activations(
-    a: Blocks, b: Blocks, ids: Tensor, *, threshold: float = THRESHOLD, progress: Progress = silent
-) -> Activations:
+def compare_activations(a: Blocks, b: Blocks, ids: Tensor, threshold: float, progress: Progress = silent) -> Activations:
     """Compare two models of one shape, given by the functions that trace them, over (1, T) ``ids``, block by block."""
     points, nothing = [], Recorded()
     for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):

@@ -159,8 +159,7 @@ def measure(
             start = ids[None, : min(passage.windows.context, TRACED)]
             fit = fit.without(a.left_out(start) | b.left_out(start))
             if "activations" not in fit.impossible:
-                blocks = a.blocks, b.blocks
-                activations = compare_activations(*blocks, start, threshold=settings.threshold, progress=progress)
+                activations = compare_activations(a.blocks, b.blocks, start, settings.threshold, progress)
         if "distributions" not in fit.impossible:
             measured = measure_pair(logits, b.logits, ids, passage.windows, progress=progress)
             distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), seed=seed)

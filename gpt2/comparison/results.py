@@ -91,12 +91,6 @@ class Comparison(Measured, Printed):
             return f"KL is not above it: {floor.way} alone makes as much"
         return f"KL is {number(kl.value / floor.kl, '.2g')} times that" if floor.kl else "KL is above it"
 
-    @property
-    def scores(self) -> tuple[LanguageScore, ...]:
-        """Each model's score on the text."""
-        both = self.distributions
-        return self.alone if both is None else (both.a.score, both.b.score)
-
     def sentence(self) -> tuple[str, str]:
         """Return the result in one sentence: its beginning, printed bold, and its end."""
         weights, a, b = self.weights, self.a, self.b
@@ -190,11 +184,12 @@ class Comparison(Measured, Printed):
 
     def _summary(self) -> Iterator[tuple[Line, str, str]]:
         """Yield what the figures say together: a name, a figure, and a remark."""
-        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in self.scores)
-        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in self.scores)
-        if (both := self.distributions) is not None:
+        scores = (both.a.score, both.b.score) if (both := self.distributions) else self.alone
+        perplexities = " → ".join(f"{score.perplexity:.2f}" for score in scores)
+        bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in scores)
+        if both is not None:
             yield "perplexity", perplexities, f"× {both.ratio.text('.3f')}"
-            yield self.text.bits_per(self.scores), bits, ""
+            yield self.text.bits_per(scores), bits, ""
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import environment_of, text_tokenizers
+from gpt2.comparison.sides.side import environment_of
 from gpt2.errors import InputError
 from gpt2.explore.attention_page import AttentionReport, Head
+from gpt2.explore.lens import text_tokenizers
 from gpt2.measure.tracing import trace_blocks
 
 

@@ -4,7 +4,7 @@ Source: nostalgebraist, "interpreting GPT: the logit lens", 2020.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import islice
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
-from gpt2.comparison.sides.side import environment_of, text_tokenizers
+from gpt2.comparison.sides.side import Side, environment_of
 from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -69,6 +69,13 @@ def explorer(*names: str, device: str = "cpu", offline: bool = False) -> Iterato
         for side in sides:
             stack.enter_context(side)
         yield opened
+
+
+def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
+    """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
+    if (shared := next((side.tokenizer for side in sides if side.tokenizer is not None), None)) is None:
+        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
+    return tuple(side.tokenizer or shared for side in sides)
 
 
 @torch.inference_mode()

@@ -90,7 +90,6 @@ def short_names(a: str, b: str) -> tuple[str, str]:
 
 def pack_lower(maps: "Tensor") -> str:
     """Encode attention weights (..., T, T) in base64: the lower triangle, row by row, one byte each, 255 for 1."""
-    low = maps.tril().nan_to_num().clamp(0, 1).mul(255).round().byte()
-    rows, columns = low.new_ones(low.shape[-2:]).nonzero(as_tuple=True)
-    inside = columns <= rows
-    return base64.b64encode(low[..., rows[inside], columns[inside]].contiguous().numpy().tobytes()).decode()
+    low = maps.nan_to_num().clamp(0, 1).mul(255).round().byte()
+    rows, columns = low.new_ones(low.shape[-2:]).tril().nonzero(as_tuple=True)
+    return base64.b64encode(low[..., rows, columns].contiguous().numpy().tobytes()).decode()

@@ -31,7 +31,7 @@ IDS = torch.randint(TINY.vocab_size, (1, 11), generator=torch.Generator().manual
 def test_figures_by_their_definitions() -> None:
     """Possible bugs: a norm of the wrong tensor, a wrong sign of the decibels, b in place of a."""
     a, b = model(1), model(2)
-    found = {point.point: point for point in compare_activations(traced(a), traced(b), IDS).points}
+    found = {point.point: point for point in compare_activations(traced(a), traced(b), IDS, 1e-3).points}
     assert list(found) == points(TINY.n_layer)
     x, y = trace(a, IDS), trace(b, IDS)
     for name in ("wte", "h.0.attn.q", "h.1.attn.weights", "h.1", "logits"):
@@ -53,11 +53,11 @@ def test_noise_is_located_where_it_was_put(parameter: str) -> None:
     b, point = model(), parameter.rpartition(".")[0].replace("c_attn", "q")
     with torch.no_grad():
         b.get_parameter(parameter).mul_(1.05)
-    found = compare_activations(traced(model()), traced(b), IDS)
+    found = compare_activations(traced(model()), traced(b), IDS, 1e-3)
     assert found.first_past.point == point
     before = found.points[: points(TINY.n_layer).index(point)]
     assert all(p.error == 0 for p in before)
-    assert compare_activations(traced(model()), traced(b), IDS, threshold=1e9).first_past is None
+    assert compare_activations(traced(model()), traced(b), IDS, 1e9).first_past is None
 
 
 def test_memory_is_one_block_of_each() -> None:
@@ -72,6 +72,6 @@ def test_memory_is_one_block_of_each() -> None:
             yield block
 
     config = GPT2Config(vocab_size=61, n_positions=16, n_embd=12, n_layer=6, n_head=3, bos_token_id=None, eos_token_id=None)
-    compare_activations(partial(watched, model(0, config)), partial(watched, model(1, config)), IDS)
+    compare_activations(partial(watched, model(0, config)), partial(watched, model(1, config)), IDS, 1e-3)
     assert len(seen) == 2 * len(points(6))
     assert max(alive) <= 2 * 14 * 2  # one block of each model, and the next one in progress

@@ -243,10 +243,3 @@ def environment_of(sides: Iterable[Side]) -> Environment:
     sides = list(sides)
     device = next((side.device for side in sides if side.device.type != "cpu"), "cpu")
     return environment((side.dtype for side in sides if side.dtype is not None), device)
-
-
-def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
-    """Return each side's own tokenizer, or the first one if it has none; without any, raise an InputError."""
-    if (shared := next((side.tokenizer for side in sides if side.tokenizer is not None), None)) is None:
-        raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; give a model that comes with one")
-    return tuple(side.tokenizer or shared for side in sides)
