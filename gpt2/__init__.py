@@ -10,6 +10,7 @@ A name below imports its module when it is first used: ``import gpt2`` does not 
 """
 
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from gpt2.garbage import uncollected
@@ -73,7 +74,11 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gpt2' has no attribute {name!r}")
     with uncollected():  # a sixth of the time
-        value = getattr(import_module(f"gpt2.{_HOME[name]}"), name)
+        module = import_module(f"gpt2.{_HOME[name]}")
+    value = getattr(module, name)
+    if isinstance(value, FunctionType) and not hasattr(value, "__signature__"):
+        value = import_module("gpt2.options").signed(value)
+        setattr(module, name, value)  # pickle looks it up there
     globals()[name] = value
     return value
 

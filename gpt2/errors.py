@@ -10,7 +10,9 @@ import math
 import os
 import re
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 # Control characters except newline and tab; surrogates; what turns the direction of the text after it
@@ -44,6 +46,16 @@ def words_of(error: BaseException) -> str:
 def out_of_memory(error: BaseException) -> bool:
     """Return whether an error says that the memory of this machine or a device does not suffice; it has many types and words."""
     return isinstance(error, MemoryError) or _NO_MEMORY.search(f"{type(error).__name__}: {words_of(error)}") is not None
+
+
+class misfit(suppress):
+    """Suppress what torch raises where parts do not fit together, but not that the memory does not suffice."""
+
+    def __init__(self) -> None:
+        super().__init__(IndexError, RuntimeError)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        return not out_of_memory(error) and super().__exit__(kind, error, trace)
 
 
 def panicked(error: BaseException) -> bool:
@@ -113,12 +125,8 @@ def user_path(text: str | os.PathLike[str]) -> Path:
     return Path(expanded)
 
 
-def require_writable(flag: str, target: str | os.PathLike[str] | None) -> None:
+def require_writable(flag: str, target: str | os.PathLike[str]) -> None:
     """Raise InputError if a result cannot be written; called before the computation."""
-    if target is None or (target == "-" and flag == "--json"):
-        return
-    if target == "-":
-        raise InputError(f"{flag} -: only --json goes to stdout; give a file")
     path = user_path(target)
     place = path if path.exists() and not path.is_file() else path.parent  # a file is replaced, a device or pipe written into
     if path.is_dir() or not path.parent.is_dir() or not os.access(place, os.W_OK):

@@ -13,6 +13,7 @@ from torch import Tensor
 from gpt2.config import GPT2Config, quoted
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
+from gpt2.data.tokenizer import refuse_surrogates
 from gpt2.decoder import Decoder
 from gpt2.errors import InputError
 from gpt2.kv_cache import KVCache
@@ -176,6 +177,7 @@ class StopText:
     def __post_init__(self) -> None:
         if "" in self.texts:
             raise InputError("generate: a stop text is empty, which ends every text at once; give at least one character")
+        refuse_surrogates("".join(self.texts))
 
 
 Stop = int | StopText

@@ -2,13 +2,17 @@
 
 import argparse
 import inspect
+import os
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
-from typing import Any, ClassVar, TypeVar, cast, get_args, get_origin
+from numbers import Integral, Real
+from types import NoneType, UnionType
+from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
-from gpt2.errors import InputError, did_you_mean
+from gpt2.errors import InputError, did_you_mean, require_writable, user_path
 
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -17,14 +21,18 @@ F = TypeVar("F", bound=Callable[..., Any])
 def option(help: str, metavar: str | None = None, default: Any = None, **how: Any) -> Any:
     """Return a field that is ``--name`` on the command line. Its type says how it is read; a tuple is given again and again.
 
-    ``how``: argparse's ``choices``, the ``least`` of a number, or ``placed``, an argument without a name, of which a tuple takes
-    the rest. A field that is made otherwise is a keyword of the function alone.
+    ``how``: argparse's ``choices``, the ``least`` of a number, ``writes``, if a result goes there, or ``placed``, an argument
+    without a name, of which a tuple takes the rest. A field that is made otherwise is a keyword of the function alone.
     """
     return field(default=default, metadata={"help": help, "metavar": metavar, **how})
 
 
-def argument(help: str, metavar: str, default: Any = MISSING) -> Any:
-    return option(help, metavar, default, placed=True)
+def argument(help: str, metavar: str, default: Any = MISSING, **how: Any) -> Any:
+    return option(help, metavar, default, placed=True, **how)
+
+
+def output_option(help: str, metavar: str = "FILE") -> Any:
+    return option(help, metavar, writes=True)
 
 
 def device_option(what: str = "where the model runs", default: str | None = "cpu") -> Any:
@@ -48,7 +56,7 @@ offline_option = partial(option, "make no request; use what the cache holds", de
 class Command:
     """What every command takes; its help stands behind the command's own options."""
 
-    json: str | None = option("write the result as JSON to FILE; - is stdout, and nothing else goes there", "FILE")
+    json: str | None = output_option("write the result as JSON to FILE; - is stdout, and nothing else goes there")
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[str, ...]]] = {}  # beside an option that is given: those that then have none
 
 
@@ -95,7 +103,8 @@ def read(settings: type[S], given: argparse.Namespace) -> S:
 
 
 def require_sense(settings: Command) -> None:
-    """Raise InputError: a number below its least, or an option without effect beside one that is given (``WITHOUT_EFFECT``)."""
+    """Raise InputError: a number below its least, an option without effect beside one that is given (``WITHOUT_EFFECT``), or an
+    output that cannot be written."""
     for each in fields(settings):
         value, least = getattr(settings, each.name), each.metadata.get("least")
         if least is not None and value is not None and not value >= least:
@@ -103,6 +112,28 @@ def require_sense(settings: Command) -> None:
     for mode, names in settings.WITHOUT_EFFECT.items():
         for each in changed(settings, mode):
             require_unused(settings, flag_of(each), names)
+    _require_outputs(settings)
+
+
+def _require_outputs(settings: Command) -> None:
+    """Raise InputError: an output that cannot be written, or that is another output too, or a file that is read."""
+    outputs = [each for each in fields(settings) if "writes" in each.metadata]
+    others = [getattr(settings, each.name) for each in fields(settings) if each not in outputs]
+    texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
+    words = [word for text in texts for word in (text, *re.split("[:=]", text))]  # trace:FILE, FILE.py:build, data.path=FILE
+    taken = {os.path.realpath(word): "is read too" for word in map(os.path.expanduser, words) if os.path.isfile(word)}
+    for flag, metavar, given in ((flag_of(each), each.metadata["metavar"], getattr(settings, each.name)) for each in outputs):
+        if given is None or (given == "-" and flag == "--json"):
+            continue
+        if given == "-":
+            raise InputError(f"{flag} -: only --json goes to stdout; give a path")
+        if metavar == "FILE":
+            require_writable(flag, given)
+        place = os.path.realpath(user_path(given))
+        if use := taken.get(place):
+            raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")
+        if os.path.isfile(place) or not os.path.exists(place):  # all may go to /dev/null
+            taken[place] = f"is what {flag} writes"
 
 
 def require_unused(settings: Any, mode: str, names: Sequence[str]) -> None:
@@ -122,25 +153,50 @@ def pick(settings: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(settings, name) for name in names}
 
 
-def signed(function: F, settings: type) -> F:
+KINDS: dict[Any, tuple[str, Any]] = {  # of a value: its words, and what is taken for it
+    NoneType: ("None", NoneType),
+    bool: ("True or False", bool),
+    int: ("a whole number", Integral),
+    float: ("a number", Real),
+    str: ("a text", str | os.PathLike),
+    Callable: ("a function", Callable),
+}
+
+
+def _require_type(name: str, value: Any, kind: Any) -> None:
+    """Raise InputError: a value of another type, if all that it may be is in ``KINDS``."""
+    kinds = [get_origin(each) or each for each in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))]
+    if type(value).__name__ in ("bool", "bool_"):  # NumPy's too; a whole number elsewhere
+        fits = bool in kinds
+    else:
+        fits = any(isinstance(value, KINDS[each][1]) for each in kinds if each in KINDS)
+    if kinds and not fits and {*kinds} <= KINDS.keys():
+        shown = repr(value)[:60] if isinstance(value, str | Real | None) else f"of type {type(value).__name__}"
+        raise InputError(f"{name} is {shown}; give {' or '.join(KINDS[each][0] for each in kinds)}")
+
+
+def signed(function: F, settings: type | None = None) -> F:
     """Return a function that shows the fields as its keywords, in signature and docstring, in place of its ``**options``.
 
-    Another keyword is a TypeError that names the function and the nearest one.
+    Another keyword is a TypeError that names the function and the nearest one, a value of another type an InputError.
     """
     signature = inspect.signature(function)
     own = [each for each in signature.parameters.values() if each.kind is not inspect.Parameter.VAR_KEYWORD]
     keyword = partial(inspect.Parameter, kind=inspect.Parameter.KEYWORD_ONLY)
-    more = [keyword(each.name, default=each.default, annotation=each.type) for each in fields(settings)]
-    known = [each.name for each in (*own, *more) if each.kind is not inspect.Parameter.VAR_POSITIONAL]
+    more = [keyword(each.name, default=each.default, annotation=each.type) for each in (fields(settings) if settings else ())]
+    known = {each.name: each for each in (*own, *more) if each.kind is not inspect.Parameter.VAR_POSITIONAL}
 
     @wraps(function)
     def checked(*args: Any, **options: Any) -> Any:
-        for name in options.keys() - {*known}:
-            near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
-            raise TypeError(f"{function.__name__}() has no keyword {name!r}{near}")
+        for name, value in options.items():
+            if name not in known:
+                near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
+                raise TypeError(f"{function.__name__}() has no keyword {name!r}{near}")
+            _require_type(f"{function.__name__}: {name}", value, known[name].annotation)
         return function(*args, **options)
 
     checked.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
-    told = "".join(f"\n    {each.name}: {help_of(each)}" for each in fields(settings) if "help" in each.metadata)
-    checked.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords:{told}"
+    if settings:
+        told = "".join(f"\n    {each.name}: {help_of(each)}" for each in fields(settings) if "help" in each.metadata)
+        checked.__doc__ = f"{inspect.getdoc(function)}\n\nKeywords:{told}"
     return cast(F, checked)

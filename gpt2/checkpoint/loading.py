@@ -112,7 +112,7 @@ def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) 
         device = torch.device(asked)
         if device.type == "mps" and dtype == torch.float64:
             raise InputError("mps has no float64; give the model another dtype, as in gpt2:float32")
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # meta holds nothing
     except (RuntimeError, AssertionError, NotImplementedError, TypeError):
         here = "this machine has no accelerator, use cpu"
         if torch.accelerator.is_available():

@@ -42,7 +42,7 @@ KEEP = "parts that --type leaves in the model's dtype, such as h.0,h.11.mlp,wte 
 @dataclass(frozen=True, kw_only=True)
 class ExportSettings(ModelSettings):
     model: str = argument("which model", "MODEL")
-    directory: str = argument("folder to write; files of the same names are replaced", "DIR")
+    directory: str = argument("folder to write; files of the same names are replaced", "DIR", writes=True)
     format: str = option("", default="hf", choices=("hf", "gguf", "llmc"))
     type: str | None = option(TYPE, choices=("f32", "f16", "bf16", "q8_0"))
     keep: str | None = option(KEEP, "PARTS")

@@ -16,7 +16,7 @@ from typing import Any, NoReturn, get_type_hints
 from gpt2 import __version__
 from gpt2.cli import EARLY
 from gpt2.cli.common import with_activation
-from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable, require_writable
+from gpt2.errors import InputError, did_you_mean, out_of_memory, panicked, printable
 from gpt2.options import add_options, read, require_sense
 from gpt2.pages.streams import outlasting_readers
 
@@ -153,8 +153,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             return complete(top, args.completion)
         settings: Any = with_activation(read(settings_of(args.command), args))
         require_sense(settings)
-        require_writable("--json", settings.json)
-        require_writable("--html", getattr(settings, "html", None))
         code: int = file_of(args.command).run(settings)
         sys.stdout.flush()
         return code

@@ -35,7 +35,7 @@ last id of each row of --ids is a next id only. gpt2 diagnose reads all of these
 class TraceSettings(ModelSettings):
     set: tuple[str, ...] = set_option("a setting of the steps, such as optim.lr=3e-4, or ")
     device: str | None = device_option("run there in float32, to see what it computes, in place of float64 on the CPU", None)
-    out: str = option("FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder", "PATH", MISSING)
+    out: str = option("FILE.safetensors, FILE.npz, llm.c's FILE.bin, or a folder", "PATH", MISSING, writes=True)
     ids: str | None = option("token ids to use: .npy, or a text of whole numbers, one line a row", "FILE")
     text: str | None = option("take the ids from a text file, - for stdin, or a name (default: Twelfth Night)", "TEXT")
     tokens: int | None = option("tokens in each of the 4 rows (default: 64)", "N")

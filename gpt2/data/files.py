@@ -43,10 +43,13 @@ def opened(path: str | os.PathLike[str], **form: Any) -> Any:
     """Open a file as :func:`open` does, to read. Raises OSError: also for a pipe, a socket or a device, which may never end."""
     waits_not = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # noqa: E731 - Windows has none
     file = open(path, **{"mode": "rb", **form}, opener=waits_not)  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file", str(path))
-    return file
+    about = os.fstat(number := file.fileno())
+    with contextlib.suppress(BlockingIOError):  # of /proc/kmsg, which says that it is an empty file
+        if stat.S_ISREG(about.st_mode) and (about.st_size or os.read(number, 1) is not None):
+            os.lseek(number, 0, os.SEEK_SET)
+            return file
+    file.close()
+    raise OSError(errno.EINVAL, "a pipe or a device; copy what it holds into a file", str(path))
 
 
 def read_all(path: str | os.PathLike[str], most: int = MOST) -> bytes:

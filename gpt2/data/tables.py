@@ -60,9 +60,9 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
                 continue
             where = f"{path}:{number}"
             try:
-                record = json.loads(line)
+                record = _parsed(line)
             except (ValueError, RecursionError) as error:
-                what = "too deep or too long"
+                what = getattr(error, "reason", "too deep or too long")
                 what = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else what
                 raise InputError(f"{where}: not JSON ({what}); write one object on each line") from None
             if not isinstance(record, dict):
@@ -70,12 +70,20 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
             yield where, record
 
 
+def _parsed(text: str) -> Any:
+    """Return what JSON says. Raises ValueError: also for a lone surrogate, half of a character, which no text has."""
+    body = json.loads(text)
+    if "\\u" in text:
+        json.dumps(body, ensure_ascii=False).encode()
+    return body
+
+
 def _array(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a .json file, which holds one array of objects."""
     with text_file(path, newline="") as file:
         require_memory(PARSED * path.stat().st_size, f"{path}: its objects", "write it as .jsonl, one object on each line")
         try:
-            body = json.load(file)
+            body = _parsed(file.read())
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path}: not JSON ({str(error)[:80]}); correct it") from None
     if not isinstance(body, list) or not all(isinstance(each, dict) for each in body):

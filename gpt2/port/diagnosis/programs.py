@@ -102,4 +102,4 @@ def _run(words: list[str], timeout: float) -> None:
     if ended.returncode:
         lines = ended.stdout.decode(errors="replace").strip().splitlines()
         last = f": {printable(lines[-1])[:200]}" if lines else ""
-        raise InputError(f"--run: {words[0]}: ended with exit code {ended.returncode}{last}")
+        raise InputError(f"--run: {words[0]}: ended with exit code {ended.returncode}{last}; correct it, or CMD")

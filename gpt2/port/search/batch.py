@@ -12,6 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from gpt2.errors import misfit
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.graph import (
     LAST,
@@ -82,10 +83,9 @@ def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, F
     for n, formula in own.items():
         if n in odd:
             continue
-        try:
+        value = made.new_empty(0)
+        with misfit():
             value = formula(c, lazily(every, partial(_of_program, batch, n)))
-        except (IndexError, RuntimeError):
-            value = made.new_empty(0)
         charge(c, node, value, is_own=True)
         if value.ndim == made.ndim - 1 and value.shape[1:] == made.shape[2:]:
             made[n] = value.to(made.dtype)
@@ -142,12 +142,10 @@ class Batch:
         for one in alone:
             if self.model.budget.spent:
                 return
-            try:
+            with misfit():
                 value = self.part.values(one, self.model, self.part.entrance and self.entrance)[self.part.end]
                 value = value[..., -self.wanted.shape[-2] :, self.columns].expand_as(self.wanted)
-            except (IndexError, RuntimeError):
-                continue
-            yield [one], self._centred(value)[None]
+                yield [one], self._centred(value)[None]
 
     def _cut(self, part: Part) -> Tensor:
         """Return what is compared of the array at the end of a part."""

@@ -8,6 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
+from gpt2.errors import misfit
 from gpt2.measure.metrics import max_abs, worst_relative_error
 from gpt2.measure.rounding import FORWARD_RATIO
 from gpt2.measure.tracing import part_of, point_at
@@ -167,9 +168,8 @@ def effect_of_weights(model: Model, tensors: State) -> float | None:
 
 
 def _moved(model: Model, other: Model, program: Program) -> float | None:
-    try:
+    moved = math.nan
+    with misfit():
         right = model.always("logits", lambda: model.trace(Program())["logits"])
         moved = max_abs(other.trace(program)["logits"], right)
-    except RuntimeError:  # what is wrong does not fit together
-        return None
     return moved if math.isfinite(moved) else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from gpt2.errors import misfit
 from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.fits.observed import Observed
@@ -153,13 +154,10 @@ class Blocks:
 
     def _reshapes(self, base: Trial, one: Alternative) -> bool:
         """Return whether an alternative gives a node another shape, or cannot be computed."""
-        for node, formula in one.at(base.layer).items():
-            try:
-                if formula(self.model.site(base.layer, base.state), base.state).shape != base.state[node].shape:
-                    return True
-            except (IndexError, RuntimeError):
-                return True
-        return False
+        site = self.model.site(base.layer, base.state)
+        with misfit():
+            return any(own(site, base.state).shape != base.state[node].shape for node, own in one.at(base.layer).items())
+        return True
 
     def _shown(self, base: Trial, begins: Sequence[int], every: Sequence[Edits], until: str) -> list[bool]:
         """Return whether what each of some edits changes may be found: in nodes from its number of ``begins`` to ``until``, or,
@@ -210,9 +208,10 @@ class Blocks:
         for node in NODES[begin:]:
             old = value = base.state[node]
             if node in both or not changed.isdisjoint(READS[node]):
-                try:
-                    value = computed(site, state, node, both)
-                except RuntimeError:  # two alternatives that do not fit together, as of other numbers of heads
+                fits = False
+                with misfit():  # two alternatives may not fit together, as of other numbers of heads
+                    value, fits = computed(site, state, node, both), True
+                if not fits:
                     return None
             if value.shape == old.shape and torch.equal(value, old):
                 state[node] = old

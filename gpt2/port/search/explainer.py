@@ -9,6 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gpt2.errors import misfit
 from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits import Fits
@@ -224,10 +225,9 @@ class Explainer:
     def _with_fit(self, base: Trial, node: str, seen: Observed) -> Trial | None:
         """Return ``base`` with a node as what an array shows was computed."""
         self.observation.check()
-        try:
+        fit = None
+        with misfit():  # of a block with another number of heads
             fit = self.fits.fit(base.layer, node, base.state, seen)
-        except RuntimeError:  # of a block with another number of heads
-            return None
         trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
         if fit is None or trial is None:
             return None

@@ -9,13 +9,13 @@ computed from the node that it changes; then those in texts that are read in cal
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import HEAD
+from gpt2.errors import misfit
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
 from gpt2.measure.tracing import point_at, points, trace
 from gpt2.model import GPT2
@@ -139,7 +139,7 @@ class Search:
         order = None if self.ran == list(range(self.layers)) else tuple(self.ran)
         program, model = Candidate(tuple(self.blamed.sites), order).program or Program(), self.model.on_ids(ids)
         model.budget, made = Budget(), torch.empty(0)
-        with suppress(RuntimeError, IndexError):  # of another length, if it is read in calls
+        with misfit():  # of another length, if it is read in calls
             made = made if self.blamed.faults else model.trace(program)["logits"]
         return made if made.shape[:2] == ids.shape else None
 
