@@ -74,11 +74,10 @@ def __getattr__(name: str) -> Any:
     if name not in _HOME:
         raise AttributeError(f"module 'gpt2' has no attribute {name!r}")
     with uncollected():  # a sixth of the time
-        module = import_module(f"gpt2.{_HOME[name]}")
-    value = getattr(module, name)
+        value = getattr(import_module(f"gpt2.{_HOME[name]}"), name)
     if isinstance(value, FunctionType) and not hasattr(value, "__signature__"):
         value = import_module("gpt2.options").signed(value)
-        setattr(module, name, value)  # pickle looks it up there
+        value.__module__ = __name__  # where pickle looks it up
     globals()[name] = value
     return value
 

@@ -121,7 +121,7 @@ def _require_outputs(settings: Command) -> None:
     others = [getattr(settings, each.name) for each in fields(settings) if each not in outputs]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
     words = [word for text in texts for word in (text, *re.split("[:=]", text))]  # trace:FILE, FILE.py:build, data.path=FILE
-    taken = {os.path.realpath(word): "is read too" for word in map(os.path.expanduser, words) if os.path.isfile(word)}
+    taken = {os.path.realpath(word): "is read too" for word in words if os.path.isfile(word)}
     for flag, metavar, given in ((flag_of(each), each.metadata["metavar"], getattr(settings, each.name)) for each in outputs):
         if given is None or (given == "-" and flag == "--json"):
             continue

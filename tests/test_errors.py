@@ -8,7 +8,7 @@ from support.commands import mistake, refusal
 import gpt2
 from gpt2.checkpoint import describe
 from gpt2.data.documents import files
-from gpt2.errors import InputError, user_path
+from gpt2.errors import InputError, misfit, user_path
 
 
 def test_one_function_expands_a_home_folder() -> None:
@@ -39,6 +39,14 @@ def test_a_long_name_is_cut(name: str, capsys: pytest.CaptureFixture[str]) -> No
 def test_an_error_without_words_says_so() -> None:
     """A user's build() that raised InputError("") ended in an empty line."""
     assert str(InputError("")) == str(InputError("\n")) == "no reason is given"
+
+
+def test_too_little_memory_is_no_misfit() -> None:
+    """A search took it for parts that do not fit together, and went on."""
+    with misfit():
+        raise RuntimeError("mat1 and mat2 shapes cannot be multiplied")
+    with pytest.raises(RuntimeError, match="memory"), misfit():
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
 
 def test_a_panic_of_a_library_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

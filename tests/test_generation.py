@@ -295,9 +295,7 @@ def test_stream_yields_as_it_goes() -> None:
     iterator = stream(model, torch.tensor([[1, 2], [3, 4]]), 10**9, Sampling(0))
     assert passes == []
     for count, chosen in enumerate(itertools.islice(iterator, 12), start=1):
-        assert chosen.shape == (2,)
-        assert chosen.dtype == torch.long
-        assert len(passes) == count
+        assert (chosen.shape, chosen.dtype, len(passes)) == ((2,), torch.long, count)
 
 
 def test_the_penalty_counts_the_prompt_and_what_was_generated_but_no_padding() -> None:

@@ -18,6 +18,5 @@ def test_schedule_has_its_closed_form_values():
     rates = [learning_rate(step, 104, optim) for step in range(4, 105)]
     assert rates == sorted(rates, reverse=True)
     # without warm-up, and with one that is longer than the run
-    assert learning_rate(0, 10, Optim(lr=1.0, min_lr=0.0, warmup=0)) == 1.0
-    assert learning_rate(4, 5, Optim(lr=1.0, min_lr=0.0, warmup=10)) == 0.5
-    assert learning_rate(10, 10, Optim(lr=1.0, min_lr=0.0, warmup=10)) == 1.0
+    others = [(0, 10, 0), (4, 5, 10), (10, 10, 10)]
+    assert [learning_rate(at, of, Optim(lr=1.0, min_lr=0.0, warmup=warmup)) for at, of, warmup in others] == [1.0, 0.5, 1.0]

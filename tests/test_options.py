@@ -5,6 +5,7 @@ import inspect
 from dataclasses import dataclass, fields
 
 import pytest
+from support.commands import refusal
 
 import gpt2
 from gpt2.bench import bench
@@ -53,6 +54,13 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
     }.items():
         with pytest.raises(TypeError, match=says):  # it named a private class
             gpt2.compare(**{wrong: 1})
+    for function, wrong, says in (
+        (gpt2.verify, {"seed": None}, "verify: seed is None; give a whole number"),
+        (gpt2.compare, {"tokens": "x"}, "compare: tokens is 'x'; give a whole number or None"),
+        (gpt2.trace, {"gradients": "no"}, "trace: gradients is 'no'; give True or False"),
+        (gpt2.verify_device, {"progress": "x"}, "verify_device: progress is 'x'; give a function"),
+    ):
+        assert says in refusal(function, **wrong)
     shown = inspect.signature(gpt2.compare).parameters
     assert {each.name: each.default for each in fields(Settings)}.items() <= {n: p.default for n, p in shown.items()}.items()
 

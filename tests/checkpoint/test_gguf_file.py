@@ -45,8 +45,7 @@ def test_reads_what_the_package_reads(tmp_path: Path, tokenizer: LibraryTokenize
     assert list(ours.entries) == [tensor.name for tensor in theirs.tensors]
     for tensor in theirs.tensors:
         entry, values = ours.entries[tensor.name], torch.from_numpy(dequantize(tensor.data, tensor.tensor_type).copy())
-        assert entry.shape == values.shape
-        assert entry.dtype == KINDS[tensor.tensor_type]
+        assert (entry.shape, entry.dtype) == (values.shape, KINDS[tensor.tensor_type])
         for way in ({}, {"mapped": False}):
             assert same(ours.read(tensor.name, **way), values.to(entry.dtype))
             assert same(ours.read(tensor.name, torch.float64, **way), values.double())

@@ -91,7 +91,10 @@ MISTAKES = [
     ("train", "which recipe"),
     ("compare shakespeare-mini shakespeare-mini --tokens 1", "1 tokens are too few"),
     ("compare shakespeare-mini random:distilgpt2", "vocabularies of 2,048 and 50,257 ids, and one has no tokenizer"),
-    ("compare shakespeare-mini shakespeare-mini --html -", "--html -: only --json goes to stdout"),
+    ("trace --out -", "--out -: only --json goes to stdout; give a path"),  # was a folder of that name
+    ("compare a b --json x --html ./x", "--html ./x: is what --json writes, and would be lost"),
+    ("train file --set data.path=file --json file", "--json file: is read too, and would be lost; give another path"),
+    ("compare shakespeare-mini shakespeare-mini --device meta", "no device 'meta' here"),
     ("diagnose nowhere.py:build", "nowhere.py: no such file; there are port.py; give"),
     ("diagnose port.py:a-b", "'a-b' is not the name of a function; write port.py:build"),
     ("diagnose port.py --model gtp2 --offline", "unknown model 'gtp2' (did you mean gpt2?)"),

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.commands import ASSET, mistake, refusal
@@ -14,7 +15,7 @@ from support.commands import ASSET, mistake, refusal
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import MappedFile
 from gpt2.cli.main import main
-from gpt2.data.files import write_output
+from gpt2.data.files import read_json, write_output
 
 
 @pytest.mark.parametrize("words", [["info", "--json"], ["explore", "--prompt", "O", "--html"]], ids=" ".join)
@@ -90,6 +91,9 @@ def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], t
     for name in ("pipe", "zero"):
         assert "a pipe or a device" in mistake(capsys, *(word.format(name) for word in words))
         assert "a pipe or a device" in refusal(MappedFile, tmp_path / f"{name}{suffix}")
+    monkeypatch.setattr("os.read", Mock(side_effect=BlockingIOError))  # of /proc/kmsg, which says that it is an empty file
+    Path("empty").touch()
+    assert "a pipe or a device" in refusal(read_json, Path("empty"))
 
 
 BESIDE = ("config.json", "tokenizer.json", "vocab.json")

@@ -105,6 +105,7 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.jsonl", '{"text": "x", "q": "a<|endoftext|>"}', {"prompt": "q"}, "a.jsonl:1: <|endoftext|> within a prompt"),
         ("a.jsonl", '{"text": "x"}\n{"text": ', {}, "a.jsonl:2: not JSON (Expecting value at column 10)"),
         ("a.jsonl", "[" * 100_000, {}, "a.jsonl:1: not JSON (too deep or too long)"),
+        ("a.jsonl", '{"text": "\\ud800 "}', {}, "a.jsonl:1: not JSON (surrogates not allowed)"),
         ("a.jsonl", '["text"]', {}, "a.jsonl:1: ['text'] is not an object"),
         ("a.jsonl", b'{"text": "\xff"}', {}, "not UTF-8 (byte 0xff at position"),
         ("a.json", "{}", {}, "must hold a list of objects"),

@@ -52,8 +52,7 @@ def test_a_vocabulary_of_words_is_bytes_then_the_most_frequent_words_then_the_en
     assert words.n_vocab == 269
     assert words_of(ROMEO, 260).fingerprint != words.fingerprint
     assert words.token_bytes(256) == b" light"  # six times; words with three occurrences follow in the order of the text
-    assert words.token_bytes(257) == b"ROMEO"
-    assert words.token_bytes(words.eot) == b"<|endoftext|>"
+    assert (words.token_bytes(257), words.token_bytes(words.eot)) == (b"ROMEO", b"<|endoftext|>")
     assert {words.token_bytes(i) for i in range(256)} == {bytes([i]) for i in range(256)}
     assert len(words.encode(" light")) == 1
     assert words.eot not in words.encode("<|endoftext|>"), "text is data"

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
 
@@ -225,7 +226,7 @@ def test_mps_is_not_asked_for_float64() -> None:
 
 def test_a_report_names_the_device_that_was_used() -> None:
     """Figures of a GPU were reported under "cpu"; the meta device stands for one."""
-    sides = [CheckpointSide.open(MODEL, device=device) for device in ("cpu", "meta")]
+    sides = [replace(CheckpointSide.open(MODEL), device=torch.device(device)) for device in ("cpu", "meta")]
     assert [environment_of([side]).device for side in sides] == ["cpu", "meta"]
     assert Bench("gpt2", 1, "float32", 5, (), machine(), "cuda:1 (H100)").table().splitlines()[1] == "cuda:1 (H100)"
 

@@ -104,8 +104,7 @@ def test_two_that_read_differently_stand_beside_each_other_unlinked(chars: Path)
 def test_json_holds_all_that_the_page_shows(found: Exploration) -> None:
     """Scripts read the JSON, not the page."""
     body = json.loads(found.to_json())
-    assert body["prompt"] == TEXT
-    assert body["js"] == list(found.js)
+    assert (body["prompt"], body["js"]) == (TEXT, list(found.js))
     one = body["lenses"][0]
     assert one["readings"][2][4]["top"][0] == vars(found.lenses[0].readings[2][4].top[0])
     torch.testing.assert_close(torch.tensor(one["attention"]), found.lenses[0].attention, atol=6e-5, rtol=0)

@@ -31,8 +31,7 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     assert torch.equal(npz.arrays["logits"], safetensors.arrays["logits"])
     assert (list(folder.arrays), npz.ignored) == (["deep/logits"], ("mask",))
     given = dump_of({"x/IDX": IDS[0].tolist(), "a": torch.zeros(3, dtype=torch.bfloat16), "b": np.float16([1])}, CONFIG)
-    assert given.ids.tolist() == [[1, 2, 3]]
-    assert given.arrays["a"].dtype == torch.bfloat16
+    assert (given.ids.tolist(), given.arrays["a"].dtype) == ([[1, 2, 3]], torch.bfloat16)
 
 
 def test_training_steps_are_refused_and_said() -> None:

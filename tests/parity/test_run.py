@@ -412,9 +412,7 @@ def test_bfloat16_is_judged_by_bfloat16(checkpoint: Path) -> None:
 def test_the_report_says_what_it_takes_to_rerun_it(report: gpt2.Report, tmp_path: Path, in_a_notebook: None) -> None:
     """The report needs versions, hashes and seed to repeat the run, in strict JSON, and the verdict in HTML."""
     body = json.loads(report.to_json())
-    assert body["ok"] is True
-    assert body["verdict"] == "equal"
-    assert body["seed"] == 3
+    assert (body["ok"], body["verdict"], body["seed"]) == (True, "equal", 3)
     assert set(body["files"]) >= {"config.json", "model.safetensors", "vocab.json", "merges.txt"}
     assert torch.__version__.startswith(body["environment"]["versions"]["torch"])  # without a local suffix +cu130
     assert {check["id"] for check in body["checks"]} >= {"weights", "activations", "rounding", "gradients", "tokens"}
@@ -545,8 +543,7 @@ def test_the_probe_shows_every_id_and_position_it_claims() -> None:
     padded, mask = probe.padded()
     for row, text, real in zip(padded, probe.rows, mask.bool(), strict=True):
         assert torch.equal(row[real], text[: real.sum()])
-    assert probe.windows.shape == (8, 64)
-    assert probe.windows.unique().numel() == 500
+    assert (probe.windows.shape, probe.windows.unique().numel()) == ((8, 64), 500)
     big = Probe.draw(GPT2Config(), seed=1)
     assert big.windows.size(1) == 1024
     assert 1 <= len(big.windows) < 50

@@ -74,8 +74,7 @@ def test_ids_equal_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
         assert ours.encode(text) == auto_ids(plain, text), text
         if whole:
             assert sum(ours.lengths(text)) == len(text.encode()), text
-    assert ours.n_vocab == len(theirs)
-    assert ours.eos == theirs.eos_token_id
+    assert (ours.n_vocab, ours.eos) == (len(theirs), theirs.eos_token_id)
 
 
 DECLARED = {"content": END, "lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}

@@ -99,8 +99,7 @@ def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_fill
     module = PORTS["nano"].build(CONFIG)
     found = diagnose(module, model)
     assert (found.verdict, [one.id for one in found.causes]) == ("mismatch", ["not-loaded"])
-    assert found.causes[0].where == "all weights"
-    assert found.first_divergence.point == "wte"
+    assert (found.causes[0].where, found.first_divergence.point) == ("all weights", "wte")
     assert diagnose(module, model, fill=True).ok
 
 
@@ -226,9 +225,7 @@ def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:
     x = torch.randn(4, 5, dtype=torch.float64)
     result, mode = run_deterministically(lambda: F.dropout(x, 0.5, True).float() + torch.randn(4, 5))
     assert torch.equal(result, x)
-    assert result.dtype == torch.float64
-    assert mode.casts == {"float32"}
-    assert len(mode.dropouts) == 1
+    assert (result.dtype, mode.casts, len(mode.dropouts)) == (torch.float64, {"float32"}, 1)
     assert torch.equal(mode.dropouts[0].value, x)
     dropped, watching = run_deterministically(lambda: F.dropout(x, 0.5, True), keep_random=True)
     assert not torch.equal(dropped, x)

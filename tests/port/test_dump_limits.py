@@ -101,7 +101,6 @@ def test_a_program_that_computes_in_float16_is_wrong_where_it_is_wrong(monkeypat
         monkeypatch.setattr("gpt2.port.terms.budget.WORK", {True: work})
         diagnosis = gpt2.diagnose(dumped, MODEL)
         assert set(causes(diagnosis)) <= {("not-loaded", "h.1.mlp.c_fc.weight")}
-        assert diagnosis.first_divergence is not None
         assert diagnosis.first_divergence.point == "h.1.mlp.c_fc"
     assert diagnosis.causes
 

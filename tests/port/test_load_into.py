@@ -427,8 +427,7 @@ def test_the_table_and_the_json() -> None:
     assert "NOT EQUAL: the logits differ, by what your module lacks (worst error" in table
     assert "h.*.mlp.c_fc.weight" in table
     body = json.loads(report.to_json())
-    assert body["ok"] is False
-    assert len(body["rows"]) == len(report.rows)
+    assert (body["ok"], len(body["rows"])) == (False, len(report.rows))
     assert body["unused"]["h.1.attn.c_proj.bias"] == "all of it"
     report = load_into(Port(), checkpoint())
     assert "\nEQUAL: the logits agree with our model's" in report.table()

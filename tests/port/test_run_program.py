@@ -55,7 +55,7 @@ def test_a_program_gets_ids_as_array_and_text_and_the_model(tmp_path: Path, home
         ("python 'port.py {ids} {out}", "no closing quotation"),
         ("python port.py {out}", "name {out}, and {ids} or {text}"),
         ("no-such-program {ids} {out}", "no-such-program: cannot be started (No such file"),
-        ("raise ValueError('shape (3,)')", "ended with exit code 1: ValueError: shape (3,)"),
+        ("raise ValueError('shape (3,)')", "ended with exit code 1: ValueError: shape (3,); correct it, or CMD"),
         ("print('so \\x1b[31mred'); sys.exit(9)", "ended with exit code 9: so \u241b[31mred"),
         ("print('done')", "ended with 0, and wrote nothing at {out}; write {out}.npz"),
         ("import time; time.sleep(60)", "did not end in 0.5 s; give it longer with --timeout"),

@@ -163,8 +163,7 @@ def test_an_unknown_wiring_is_located() -> None:
     """A squared branch has a place but no cause, and the next fault is still named."""
     result = walked(block=squared, act=act(torch.relu, 1))
     assert not result.explained
-    assert result.lost == "h.0"
-    assert result.first.point == "h.0"
+    assert result.lost == result.first.point == "h.0"
     assert causes_of(result) == [("gelu-variant", "h.1.mlp.act")]
 
 
