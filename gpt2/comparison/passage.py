@@ -24,12 +24,12 @@ class Scored:
     context: int
     stride: int
     told: str  # the protocol in words
-    reading: str = ""  # how many documents it has, what stands before each, and line ends that were read as others
+    reading: str = ""  # how many documents it has, what parts them, and line ends that were read as others
 
-    @property
-    def cut(self) -> str:
-        """In words: how many tokens are scored, how they are cut, and how the text was read."""
-        return "; ".join(filter(None, (f"{self.tokens:,} tokens, context {self.context}, stride {self.stride}", self.reading)))
+    def cut(self, scores: Iterable[LanguageScore]) -> str:
+        """Return in words how many tokens each model is scored on, how they are cut, and how the text was read."""
+        each = dict.fromkeys(f"{one.tokens:,} tokens scored, context {one.context}, stride {one.stride}" for one in scores)
+        return "; ".join(filter(None, (" → ".join(each), self.reading)))
 
     def bits_per(self, scores: Iterable[LanguageScore]) -> str:
         """Return the unit of bits per byte; ids without a tokenizer have no bytes, so their unit is the token."""

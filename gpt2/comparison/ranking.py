@@ -158,7 +158,8 @@ class Comparisons(Printed):
         yield Section(note=(f"{len(models) - 1} models against ", bold(models[0].name)), for_pages=True)
         yield table((Column("model"), *numbers("step" * by_step, "size", "tokens/s", "weights moved")), Pair.described, "")
         yield Section(note=bold(self.best))
-        yield Section(note=dim(f"{self.text.name}: {self.text.cut}; intervals are 95 %, paired with A's tokens\n"))
+        cut = self.text.cut([self.candidates[0].language.score])
+        yield Section(note=dim(f"{self.text.name}: {cut}; intervals are 95 %, paired with A's tokens\n"))
         yield table(numbers("perplexity", "x A's", "95 %", self.bits_per.replace(" per ", "/"), "- A's", "95 %"), Pair.scores)
         yield table(numbers("KL(A‖)", "95 %", "largest", "same top", "95 %"), Pair.distances)
         if any(one.last_words for one in self.candidates):

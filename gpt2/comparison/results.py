@@ -178,9 +178,8 @@ class Comparison(Measured, Printed):
         known = [each.parameters for each in (self.a, self.b) if each.parameters is not None]
         sizes = " → ".join(f"{size:,}" for size in dict.fromkeys(known)) + " parameters" if known else ""
         dtypes = " → ".join(dict.fromkeys(each.dtype for each in (self.a, self.b) if each.dtype))
-        each = " → ".join(f"{s.tokens:,} tokens scored, context {s.context}, stride {s.stride}" for s in self.alone)
-        cut = "; ".join(filter(None, (each, self.text.reading))) if self.alone else self.text.cut
-        return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {cut}"
+        scores = (both.a.score, both.b.score) if (both := self.distributions) else self.alone
+        return f"{' · '.join(filter(None, (sizes, dtypes, tokenizer)))}\n{self.text.name}: {self.text.cut(scores)}"
 
     def _summary(self) -> Iterator[tuple[Line, str, str]]:
         """Yield what the figures say together: a name, a figure, and a remark."""

@@ -32,6 +32,11 @@ def parted(text: str) -> list[str]:
     return [part for part in BOUNDARY.split(text) if part.strip()] or [text]
 
 
+def closed(text: str) -> bool:
+    """Return whether a mark stands behind the last of a text's documents, as :func:`joined` writes it."""
+    return not BOUNDARY.split(text)[-1].strip()
+
+
 def joined(texts: Iterable[str]) -> str:
     """Return the text whose documents these are: the reverse of :func:`parted`."""
     return "".join(f"{text}{END_OF_TEXT}\n" if text.endswith("\n") else f"{text}{END_OF_TEXT}" for text in texts)

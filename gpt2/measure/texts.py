@@ -42,7 +42,7 @@ from pathlib import Path
 from gpt2.checkpoint.hub import DatasetFile, dataset_file
 from gpt2.config import number
 from gpt2.data import Tokenizer, shakespeare
-from gpt2.data.documents import HELD_OUT, LINE_ENDS, documents, files, joined, parted
+from gpt2.data.documents import HELD_OUT, LINE_ENDS, closed, documents, files, joined, parted
 from gpt2.data.files import read_all
 from gpt2.data.tables import READERS
 from gpt2.errors import InputError, did_you_mean, user_path
@@ -103,33 +103,33 @@ class Text:
         return parted(self.text)
 
     def reading(self, tokenizer: Tokenizer) -> str:
-        """Return in words how many documents there are, what stands before each, and what of the file is read otherwise."""
+        """Return in words how many documents there are, what parts them, and what of the file is read otherwise."""
         count, name = len(self.documents), tokenizer.shown(tokenizer.parting) if len(self.documents) > 1 else ""
-        return "; ".join(filter(None, (f"{count:,} documents, each behind {name!r}" if name else "", self.remark)))
+        return "; ".join(filter(None, (f"{count:,} documents, parted by {name!r}" if name else "", self.remark)))
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the ids of the text; of several documents, each behind the token that parts documents."""
-        if len(self.documents) == 1:
-            return tokenizer.encode(self.documents[0])
-        return [i for part in self.documents for i in (tokenizer.parting, *tokenizer.encode(part))]
+        """Return the ids of the text; of several documents, with the token that parts documents wherever a mark stands."""
+        return self._laid_out(tokenizer.encode, tokenizer.parting)
 
     def lengths(self, tokenizer: Tokenizer) -> list[int]:
         """Return the bytes of the text that each id of :meth:`encode` stands for; a token between documents stands for none."""
-        if len(self.documents) == 1:
-            return tokenizer.lengths(self.documents[0])
-        return [n for part in self.documents for n in (0, *tokenizer.lengths(part))]
+        return self._laid_out(tokenizer.lengths, 0)
+
+    def _laid_out(self, of: Callable[[str], list[int]], mark: int) -> list[int]:
+        laid = [i for part in self.documents for i in (*of(part), mark)]
+        return laid if len(self.documents) > 1 and closed(self.text) else laid[:-1]
 
     def beginning(self, tokenizer: Tokenizer, count: int) -> "Text":
-        """Return the text of the first ``count`` ids; of what lies in one document alone, no token stands before it."""
-        kept, ends = list[str](), int(len(self.documents) > 1)
-        for part in self.documents:
-            ids = tokenizer.encode(part)[: max(0, count - ends)]
-            text = (
-                tokenizer.decode(ids) if tokenizer.exact else part.encode()[: sum(tokenizer.lengths(part)[: len(ids)])].decode()
-            )
-            kept.append(text)
-            count -= len(ids) + ends
-        return replace(self, text=joined(kept))
+        """Return the text of the first ``count`` ids."""
+        kept, documents = "", self.documents
+        marks = 0 if len(documents) == 1 else len(documents) - (not closed(self.text))
+        for place, part in enumerate(documents):
+            ids = tokenizer.encode(part)[: max(0, count)]
+            size = sum(tokenizer.lengths(part)[: len(ids)])
+            text = tokenizer.decode(ids) if tokenizer.exact else part.encode()[:size].decode()
+            count -= len(ids) + (place < marks)
+            kept += joined([text]) if place < marks and count >= 0 else text
+        return replace(self, text=kept)
 
 
 RUNNING = Protocol("every token but the first", "the text as it stands")
@@ -212,10 +212,10 @@ def _of_run(run: Path) -> tuple[int | None, str]:
     """Return the context in which a training run evaluated itself, and what it did not score; None and "" of what is none."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         recipe = json.loads(read_all(run / "recipe.json"))
-        asked = f"prompts are scored too, which training only read; --cases {run} asks for the answers" * bool(
-            recipe["data"]["prompt"]
-        )
-        return number(recipe["context"], int, 1), asked
+        data, asked = recipe["data"], f"prompts are scored too, which training only read; --cases {run} asks for the answers"
+        apart = "each follows the one before, which training kept apart, so that its own figures are others"
+        remarks = asked * bool(data["prompt"]), apart * bool(data.get("padded") or data.get("reset"))
+        return number(recipe["context"], int, 1), "; ".join(filter(None, remarks))
     return None, ""
 
 

@@ -41,9 +41,9 @@ def scores(model: GPT2 | Bigram, text: Corpus, recipe: Recipe, ranks: Ranks) -> 
         lengths[text.tokenizer.eot] = 0
     part = ranks.part(recipe)
     rows = part.batch_size // part.grad_accum  # as many as a training step holds in memory
-    windows = -(-(len(text.val_ids) - 1) // recipe.context)
+    windows = (len(text.val_ids) - 1) // recipe.context  # the last rank also has the rest, a window that begins earlier
     first, last = (windows * rank // ranks.size * recipe.context for rank in (ranks.rank, ranks.rank + 1))
-    own = slice(first, last + 1)
+    own = slice(first, last + 1 if ranks.rank + 1 < ranks.size else None)
     ids, masks = torch.from_numpy(text.val_ids[own].astype(np.int64)), _masks(text, own)
     found: list[LanguageScore | None] = [None] * len(masks)
     began = time.perf_counter()

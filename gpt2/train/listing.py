@@ -47,7 +47,7 @@ class Listing:
         rows = [*self.notes]
         training, validation = (self.train_tokens, self.train_scored), (self.val_tokens, self.val_scored)
         for name, (tokens, scored) in (("training", training), ("validation", validation)):
-            rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored == tokens else f", of which {scored:,} are scored"))
+            rows.append(f"{name:12}{tokens:>14,} tokens" + ("" if scored >= tokens - 1 else f", of which {scored:,} are scored"))
         if self.documents > 1 and self.longer is not None and not self.padded:  # the notes say what padding cuts off
             long = f"{self.longer:,} of {self.documents:,} documents are longer than the context of {self.context} tokens"
             rows.append(f"{long}, and read in several windows" + (f"; of {self.lost:,} the prompt alone is" if self.lost else ""))
@@ -83,12 +83,13 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
 
 
 def _scored(ids: np.ndarray, marks: np.ndarray | None, end: int | None) -> int:
-    """Count the scored tokens; where documents are kept apart, the first of each is none."""
+    """Count the scored tokens: not the first, before which nothing stands; where documents are kept apart, of each."""
     unscored = 0
     for part in slices(ids):
         out = np.zeros(len(ids[part]), bool) if marks is None else marks[part] != SCORED
+        first = int(part.start == 0)
+        out[:first] = True
         if end is not None:
-            first = int(part.start == 0)
             out[first:] |= ids[part.start - 1 + first : part.stop - 1][: len(out) - first] == end
         unscored += int(out.sum())
     return len(ids) - unscored

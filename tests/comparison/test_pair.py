@@ -212,22 +212,22 @@ def test_random_models_are_compared_on_random_ids(monkeypatch: pytest.MonkeyPatc
     assert compare("random:tiny", "random:tiny", tokens=50).ok
 
 
-def test_documents_are_scored_behind_the_end_of_text(base: Path, tmp_path: Path) -> None:
+def test_documents_are_parted_by_the_end_of_text(base: Path, tmp_path: Path) -> None:
     """Their mark was read as letters, in the models that were trained to see it as one token. With CRLF it is the same text."""
     parts = ["Enter GHOST.\n", "Who's there?\n", "Nay, answer me.\n"]
     (tmp_path / "lf.txt").write_bytes("<|endoftext|>\n".join(parts).encode())
     (tmp_path / "crlf.txt").write_bytes("<|endoftext|>\n".join(parts).replace("\n", "\r\n").encode())
     tokenizer, model = gpt2.load_tokenizer(str(base)), load(str(base)).double()
-    ids = torch.tensor([i for part in parts for i in (tokenizer.eot, *tokenizer.encode(part))])[:32]
+    ids = torch.tensor([i for part in parts for i in (*tokenizer.encode(part), tokenizer.eot)])[:32]
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(model(ids[None, :-1])[0], ids[1:])
     for name in ("lf", "crlf"):
         found = compare(str(base), str(base), on=str(tmp_path / f"{name}.txt"), tokens=len(ids))
         assert found.distributions.a.score.perplexity == pytest.approx(loss.exp().item(), rel=1e-4)
         said = " ".join(found.table().split())
-        assert "3 documents, each behind '<|endoftext|>'" in said
+        assert "3 documents, parted by '<|endoftext|>'" in said
         assert (r"line ends \r\n and \r are read as \n" in said) == (name == "crlf")
-        shown = tokenizer.decode([i for i in ids.tolist() if i != tokenizer.eot])
+        shown = tokenizer.decode([i for i in ids[1:].tolist() if i != tokenizer.eot])
         assert found.distributions.a.score.bytes == len(shown.encode())
 
 

@@ -97,15 +97,14 @@ def test_documents_are_read_as_training_reads_them(tmp_path):
     Path("docs.json").write_text(json.dumps([{"text": text} for text in trained]))
     for name in ("docs.jsonl", "docs.json"):
         assert text.documents == trained == open_text(name).documents == ["one\n", "two", "three"]
-    ids = [i for part in trained for i in (end, *BPE.encode(part))]
-    assert text.encode(BPE) == open_text("docs.jsonl").encode(BPE) == ids
-    assert text.reading(BPE) == "3 documents, each behind '<|endoftext|>'"
+    ids = [i for part in trained for i in (*BPE.encode(part), end)]  # a table's last document ends too, as in training
+    assert [*text.encode(BPE), end] == open_text("docs.jsonl").encode(BPE) == ids
+    assert text.reading(BPE) == "3 documents, parted by '<|endoftext|>'"
     assert sum(text.lengths(BPE)) == len("one\ntwothree")
-    assert [n for i, n in zip(ids, text.lengths(BPE), strict=True) if i == end] == [0, 0, 0]
+    assert [n for i, n in zip(ids[:-1], text.lengths(BPE), strict=True) if i == end] == [0, 0]
     chars = chars_of("one\ntwthr")  # has no end of text: a line end parts documents, as in training
-    assert text.encode(chars) == chars.encode("\none\n\ntwo\nthree")
-    whole = text.beginning(BPE, len(ids))
-    assert (whole.encode(BPE), text.beginning(BPE, 8).encode(BPE)) == (ids, ids[:8])
+    assert text.encode(chars) == chars.encode("one\n\ntwo\nthree")
+    assert [text.beginning(BPE, count).encode(BPE) for count in (8, len(ids))] == [ids[:8], ids[:-1]]
     Path("one.txt").write_text("one\n<|endoftext|>\n")
     assert open_text("one.txt").encode(BPE) == BPE.encode("one\n")
     Path("odd.jsonl").write_text('{"body": "one"}')

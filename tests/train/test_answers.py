@@ -192,7 +192,13 @@ def test_a_run_on_answers(asked, tmp_path, layout):
     assert answer.count("<|endoftext|>") > 15
     assert "Q" not in answer
     last = [event for event in events if isinstance(event, Evaluated)][-1]
-    assert last.val.tokens == (text.val_marks[1:] == SCORED).sum() < last.val_all.tokens <= (text.val_marks != FILLER).sum()
+    assert (
+        last.val.tokens
+        == list_data(recipe).val_scored
+        == (text.val_marks[1:] == SCORED).sum()
+        < last.val_all.tokens
+        <= (text.val_marks != FILLER).sum()
+    )
     rows = [row for row in metrics(tmp_path / "run") if "val_loss" in row]
     assert (rows[-1]["val_loss"], rows[-1]["val_loss_all"]) == (last.val.loss, last.val_all.loss)
     assert last.sample.startswith("Q: ")
@@ -245,14 +251,14 @@ def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked, monkeypatch
     apart = replace(asked, data=replace(asked.data, prompt="", reset=True))
     ids, end = corpus(apart).train_ids, corpus(apart).end
     monkeypatch.setattr("gpt2.data.batches.BLOCK", 7)  # counted in blocks
-    assert list_data(apart).train_scored == len(ids) - (ids[:-1] == end).sum() < list_data(apart).train_tokens
+    assert list_data(apart).train_scored == len(ids) - 1 - (ids[:-1] == end).sum() < list_data(apart).train_tokens
 
 
 def test_a_run_keeps_what_it_never_trains_on_for_compare(recipe: Recipe, tmp_path: Path) -> None:
     """`compare BASE TUNED --on RUN` and `--cases RUN` ask whether the model got better on what it has not seen."""
     rows = [{"question": f"{n} plus {n}?", "answer": f"it is {2 * n}"} for n in range(40)]
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    data = Data(path=str(tmp_path / "qa.jsonl"), prompt="Q: {question}\nA: ", field="answer", tokenizer="chars")
+    data = Data(path=str(tmp_path / "qa.jsonl"), prompt="Q: {question}\nA: ", field="answer", tokenizer="chars", held_out=0.2)
     run = tmp_path / "run"
     train(replace(recipe, data=data, steps=1, eval_every=1, save_every=1), run)
     cases, _ = read_cases(str(run))
@@ -261,8 +267,9 @@ def test_a_run_keeps_what_it_never_trains_on_for_compare(recipe: Recipe, tmp_pat
     assert 0 < len(held) == len(cases) < 20
     assert text.documents == [f"Q: {row['question']}\nA: {row['answer']}" for row in held]
     assert (text.protocol.context, "prompts are scored too" in text.remark) == (recipe.context, True)
-    tokens, trained = from_directory(run / "best"), corpus(replace(recipe, data=data)).train_ids
-    assert not any(row["question"] in tokens.decode(trained.tolist()) for row in held)
+    tokens, split = from_directory(run / "best"), corpus(replace(recipe, data=data))
+    assert text.encode(tokens) == split.val_ids.tolist()  # so that perplexities are those that the run printed
+    assert not any(row["question"] in tokens.decode(split.train_ids.tolist()) for row in held)
     (tmp_path / "texts").mkdir()
     (tmp_path / "texts" / "a.txt").write_text("one")
     (tmp_path / "texts" / "b.txt").write_text("two")

@@ -15,10 +15,11 @@ from support.ranks import Run, command, job, one, reached, said
 from support.training import metrics, outcome
 
 from gpt2.errors import InputError
-from gpt2.train import state
+from gpt2.train import models, state
 from gpt2.train.corpus import corpus
-from gpt2.train.evaluation import slowest
+from gpt2.train.evaluation import scores, slowest
 from gpt2.train.loop import train
+from gpt2.train.parallel import ALONE, Ranks
 from gpt2.train.recipe import Lora, Recipe
 
 
@@ -55,6 +56,20 @@ def test_many_compute_what_one_does(shared, alone, tmp_path, size, how, parts):
     assert {name: tensor.shape for name, tensor in mine.items()} == {name: tensor.shape for name, tensor in theirs.items()}
     # AdamW divides by the root of the squared gradient, which is only rounding where the gradient is.
     assert max(float((mine[name] - theirs[name]).abs().max()) for name in theirs) < 1e-4
+
+
+def test_ranks_score_the_windows_of_one(shared):
+    """A last window alone on a rank had no tokens before it, so that two processes had another held-out loss than one."""
+    text, trained, found = corpus(shared), models.new(shared, corpus(shared).tokenizer), []
+    monitor = type("Monitor", (Ranks,), {"sum": lambda _, *values: found.append(values) or values, "gathered": lambda _, own: []})
+    for count in (12, 26, 33, 40):  # windows of 16 tokens
+        found.clear()
+        short = replace(text, val_ids=text.val_ids[:count])
+        for rank in range(3):
+            with suppress(ZeroDivisionError):  # of a rank without a window
+                scores(trained, short, shared, monitor(rank, 3))
+        total, tokens, _ = (sum(each) for each in zip(*found, strict=True))
+        assert total / tokens == pytest.approx(scores(trained, short, shared, ALONE).val.loss, rel=1e-6)
 
 
 @pytest.mark.slow
