@@ -25,8 +25,8 @@ def step():
 
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
-for _ in range(4):  # until the pool has the shape that the steps ask for
-    step()
+    for _ in range(12):  # until the pool has the shape that the steps ask for; one in five heaps takes six
+        step()
 print(faults(lambda: [step() for _ in range(3)]))
 """
 

@@ -1,5 +1,7 @@
 """Processes that begin in milliseconds: forks of one process that has imported torch, which alone takes 1.7 s of CPU.
 
+All workers of `-n 2` share this process.
+
     done = run("-m", "gpt2", "info", "org/name", environ=hub.environ(home))
     process = start("-c", code, argument)  # then `wait`, `communicate`, `kill`, as of subprocess.Popen
 
@@ -12,6 +14,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import json
 import os
@@ -28,6 +31,7 @@ import time
 import traceback
 import warnings
 import weakref
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -140,58 +144,97 @@ def returned(process: Fork) -> Any:
 
 @functools.cache
 def _host(modules: str) -> socket.socket:
-    """Start the process that imports these modules and forks; it ends with this one."""
-    ours, theirs = socket.socketpair()
-    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-    words = ["-m", HOST, modules, str(theirs.fileno())]
-    if modules.startswith(f"{MODULES} "):
-        process = start(*words, environ=environ)
-    else:
-        process = subprocess.Popen([sys.executable, *words], env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-    theirs.close()
+    """Connect to the process that imports these modules and forks; the first worker to ask starts it, it ends with the last."""
+    import fcntl
 
-    def end() -> None:
-        ours.close()
-        process.wait()
-
-    atexit.register(end)
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    place = f"{tempfile.gettempdir()}/forks-{zlib.crc32(f'{run} {modules}'.encode()):x}"
+    ours = socket.socket(socket.AF_UNIX)
+    atexit.register(ours.close)
+    with open(__file__) as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if os.path.exists(place):
+            ours.connect(place)
+            return ours
+        theirs = socket.socket(socket.AF_UNIX)
+        theirs.bind(place)
+        theirs.listen()
+        environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+        words = ["-m", HOST, modules, str(theirs.fileno())]
+        if modules.startswith(f"{MODULES} "):
+            start(*words, environ=environ)
+        else:
+            process = subprocess.Popen(
+                [sys.executable, *words], env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+            process.returncode = 0  # nobody waits: the other worker may need it for longer
+        theirs.close()
+        ours.connect(place)
     return ours
 
 
-def _serve(orders: socket.socket, modules: str) -> list[str]:
-    """Fork for each order, until the tests close the socket. Return in the forks alone, with the words of the order."""
+def _serve(asked: socket.socket, modules: str) -> list[str]:
+    """Fork for each order, until the tests close their sockets. Return in the forks alone, with the words of the order."""
     for name in modules.split():
         importlib.import_module(name)
+    if modules == MODULES:
+        from gpt2.pages.drawing import matplotlib_of_our_own
+
+        with matplotlib_of_our_own():  # looks for fonts when it is imported; a run of training draws its losses
+            pass
     assert "huggingface_hub" not in sys.modules
     atexit._clear()  # each fork would take torch apart at its end, one operator after another
     weakref.finalize._registry.clear()
     weakref.finalize._registered_with_atexit = False
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    gc.collect()
+    gc.freeze()  # a fork that looked for garbage here would copy all these pages
+    ended, ends = socket.socketpair()  # a byte for each fork that has ended
+    ended.setblocking(False), ends.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(ends.fileno())
+    tests, running = [], {}  # sockets of the tests; where to write a process's exit status
     while True:
-        order, handles, _, _ = socket.recv_fds(orders, 1, 4)
-        if not order:
-            sys.exit()
-        while not order.endswith(b"\n"):
-            order += orders.recv(1 << 16)
-        if os.fork() == 0:
-            orders.close()
-            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            return _begin(json.loads(order), *handles)
-        for handle in handles:
-            os.close(handle)
+        for ready in select.select([asked, ended, *tests], [], [])[0]:
+            if ready is asked:
+                tests.append(asked.accept()[0])
+            elif ready is ended:
+                ended.recv(1000)
+                while running and (found := os.waitpid(-1, os.WNOHANG))[0]:
+                    status = running.pop(found[0])
+                    with contextlib.suppress(BrokenPipeError):  # of a process that nobody waits for
+                        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(found[1]))
+                    os.close(status)
+            elif not (received := socket.recv_fds(ready, 1, 4))[0]:
+                tests.remove(ready)
+                if not tests:
+                    os.unlink(asked.getsockname())
+                    sys.exit()
+            else:
+                order, (out, err, status, *handles) = received[:2]
+                while not order.endswith(b"\n"):
+                    order += ready.recv(1 << 16)
+                if (pid := os.fork()) == 0:
+                    signal.set_wakeup_fd(-1)
+                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for each in (asked, ended, ends, *tests):
+                        each.close()
+                    for each in (*running.values(), status):
+                        os.close(each)
+                    return _begin(json.loads(order), out, err, *handles)
+                with contextlib.suppress(PermissionError):  # the fork was quicker, and runs another program
+                    os.setpgid(pid, pid)  # a signal to its group is for it alone
+                os.write(status, b"%d\n" % pid)
+                running[pid] = status
+                for handle in (out, err, *handles):
+                    os.close(handle)
 
 
-def _begin(order: dict, out: int, err: int, status: int, orders: int | None = None) -> list[str]:
-    """Fork once more: one process reports the other's id and exit status, the other takes its place in the world."""
-    if pid := os.fork():
-        os.setpgid(pid, pid)  # a signal to its group is for it alone
-        os.write(status, b"%d\n" % pid)
-        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-        os._exit(0)
+def _begin(order: dict, out: int, err: int, asked: int | None = None) -> list[str]:
+    """Take a place in the world: the output, signals, environment and folder of the order. Return its words."""
+    os.setpgid(0, 0)
     for handle, place in ((out, 1), (err, 2)):
         os.dup2(handle, place)
         os.close(handle)
-    os.close(status)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a script inherit that it is ignored
     os.environ.clear()
     os.environ.update(order["environ"])
@@ -200,7 +243,7 @@ def _begin(order: dict, out: int, err: int, status: int, orders: int | None = No
     faulthandler.enable()
     if order["strict"]:
         warnings.simplefilter("error")
-    return order["words"] if orders is None else [*order["words"][:-1], str(orders)]
+    return order["words"] if asked is None else [*order["words"][:-1], str(asked)]
 
 
 def _run(flag: str, what: str, *arguments: str) -> int:
