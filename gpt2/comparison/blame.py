@@ -135,9 +135,17 @@ class _Mixed:
 
 @torch.inference_mode()
 def find_blame(
-    config: GPT2Config, a: Read, b: Read, ids: Tensor, windows: Windows, *, vocab: int, seed: int = 0, progress: Progress = silent
+    config: GPT2Config,
+    a: Read,
+    b: Read,
+    ids: Tensor,
+    windows: Windows,
+    bootstrap: Bootstrap,
+    *,
+    vocab: int,
+    progress: Progress = silent,
 ) -> Blame:
-    """Put parts of b into a and measure what each carries on the text ``ids`` (N,).
+    """Put parts of b into a and measure what each carries on the text ``ids`` (N,), of which ``bootstrap`` draws scored tokens.
 
     ``a`` and ``b`` read a parameter by its name, of the shapes of ``config``; all is computed in float32, or in float64
     where a has float64 weights. Unchanged tensors are held once.
@@ -155,8 +163,7 @@ def find_blame(
     in_order = list(itertools.accumulate(parts.values(), lambda before, own: before | own))
     variants = dict.fromkeys([whole := frozenset(changed), *parts.values(), *in_order, *halves.values()])
     effects = {taken: list[tuple[Tensor, Tensor]]() for taken in variants}  # KL and gain of each token, float64
-    mixed, ids = _Mixed(config, weights_a, changed), ids[:TOKENS]
-    batches, bootstrap = list(windows.batches(ids)), Bootstrap(len(ids) - 1, seed)
+    mixed, batches = _Mixed(config, weights_a, changed), list(windows.batches(ids))
     for number, (inputs, group) in enumerate(batches, 1):
         mixed.start(inputs)
         reference = mixed.logits(frozenset())
@@ -174,7 +181,7 @@ def find_blame(
     of_parts = zip(parts.items(), in_order, strict=True)
     levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
     half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())
-    return Blame(len(ids) - 1, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
+    return Blame(bootstrap.n, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
 
 
 def _part(name: str) -> str:

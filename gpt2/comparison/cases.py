@@ -145,7 +145,7 @@ def _texts(value: object) -> list[str]:
 def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
-    bootstrap = Bootstrap(len(cases), seed, independent=True)
+    bootstrap = Bootstrap(len(cases), seed, groups=torch.arange(len(cases)))
     names = next(
         (each.classifier.classes for each in models if each.classifier), tuple({case[1][0].strip(): 0 for case in cases})
     )

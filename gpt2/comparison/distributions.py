@@ -94,9 +94,10 @@ class Distributions:
         return [each for each in shares if each[2] > 0]
 
 
-def summarise(tokens: Tokens, token_bytes: Tensor, *, seed: int = 0) -> Distributions:
-    """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths, ``seed`` is for the bootstrap."""
-    bootstrap, lengths, squares = Bootstrap(len(tokens), seed), token_bytes[tokens.targets], tokens.change.square()
+def summarise(tokens: Tokens, token_bytes: Tensor, bootstrap: Bootstrap | None = None) -> Distributions:
+    """Compute every statistic of a measured pair; ``token_bytes`` (V,) are byte lengths, ``bootstrap`` makes the intervals."""
+    bootstrap = bootstrap or Bootstrap(len(tokens))
+    lengths, squares = token_bytes[tokens.targets], tokens.change.square()
     gained = gain(tokens.logp_a, tokens.logp_b)
     bits = -gained / math.log(2)
     a, b = (language(logp, lengths, tokens.windows, bootstrap) for logp in (tokens.logp_a, tokens.logp_b))

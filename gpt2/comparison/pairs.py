@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
 from gpt2.comparison.activations import compare_activations
-from gpt2.comparison.blame import find_blame
+from gpt2.comparison.blame import TOKENS, find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
 from gpt2.comparison.distributions import Language, language, summarise
@@ -32,7 +32,7 @@ from gpt2.comparison.words import compare_words
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
-from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.estimates import Estimate
 from gpt2.measure.last_words import LastWord, LastWords, last_words_change, score_last_words
 from gpt2.measure.metrics import Logits, Progress, token_losses
 from gpt2.measure.per_token import measure_pair
@@ -94,7 +94,7 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
             replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
             for pair, side, saved in zip((whole, *pairs), sides, models, strict=True)
         ]
-        ranking = ranked(every, seed)
+        ranking = ranked(every, passage.bootstrap(first.text_tokenizer, seed), seed)
         for (before, _), (place, behind) in itertools.pairwise(ranking):
             for n in {before, place} - {0}:
                 every[n] = _surer(every[n], behind, (first, sides[n]), passage.ids, settings.progress)
@@ -106,7 +106,9 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     blame = None
     if settings.blame:
         vocab = min(each.vocab for each in sides)
-        blame = find_blame(*_shared(*sides), passage.ids, passage.windows, vocab=vocab, seed=seed, progress=settings.progress)
+        part = replace(passage, ids=passage.ids[:TOKENS])
+        how = part.ids, part.windows, part.bootstrap(first.text_tokenizer, seed)
+        blame = find_blame(*_shared(*sides), *how, vocab=vocab, progress=settings.progress)
     measured = {each.name: getattr(pair, each.name) for each in fields(Measured)}
     return Comparison(
         a=a.hashed(),
@@ -161,8 +163,9 @@ def measure(
             if "activations" not in fit.impossible:
                 activations = compare_activations(a.blocks, b.blocks, start, settings.threshold, progress)
         if "distributions" not in fit.impossible:
+            bootstrap = passage.bootstrap(a.text_tokenizer, seed)
             measured = measure_pair(logits, b.logits, ids, passage.windows, progress=progress)
-            distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), seed=seed)
+            distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), bootstrap)
             language, logp = distributions.b, (measured.logp_a, measured.logp_b)
             if Shown.LOGITS in parts and a.text_tokenizer is not None and b.text_tokenizer is not None:
                 words = compare_words(a, b, (a.text_tokenizer, b.text_tokenizer), measured, passage, progress=progress)
@@ -199,7 +202,7 @@ def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, seed: i
             scored = row[None, window.first - window.start :].cpu()
             losses.append(token_losses(scored, targets[-1][None])[0].double())
     logp, lengths = -torch.cat(losses), passage.token_bytes(tokenizer)[torch.cat(targets)]
-    return language(logp, lengths, passage.windows, Bootstrap(len(logp), seed)), logp
+    return language(logp, lengths, passage.windows, passage.bootstrap(tokenizer, seed)), logp
 
 
 def _last_words(side: Side, passage: Passage, seed: int, progress: Progress) -> LastWord | None:

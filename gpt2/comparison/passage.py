@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gpt2.data import Tokenizer
+from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.metrics import LanguageScore
 from gpt2.measure.texts import Text
 from gpt2.measure.windows import Windows
@@ -65,6 +66,13 @@ class Passage:
             counts = torch.bincount(self.ids, minlength=tokenizer.n_vocab)
             lengths = torch.where(counts > 0, torch.bincount(self.ids, own, minlength=tokenizer.n_vocab) / counts, lengths)
         return lengths
+
+    def bootstrap(self, tokenizer: Tokenizer | None, seed: int) -> Bootstrap:
+        """Return what draws its scored tokens again: blocks of a text, or of several documents whole ones."""
+        index = torch.cat([torch.arange(window.first, window.end) for window in self.windows.of(len(self.ids))])
+        ends = self.ids == (-1 if tokenizer is None or tokenizer.eot is None else tokenizer.eot)
+        several = self.text is not None and len(self.text.documents) > 1
+        return Bootstrap(len(index), seed, groups=ends.cumsum(0)[index] if several else None)
 
     def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> "Passage":
         """Return the same passage, whose ids are those of ``first``, in another tokenizer's. It must be known as text."""

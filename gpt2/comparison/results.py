@@ -44,7 +44,7 @@ class Measured:
     def floor_above(self) -> Floor | None:
         """The floor of noise where it is as large as the measured KL; None elsewhere."""
         floor, both = self.floor, self.distributions
-        return floor if floor and both and both.kl_ab.mean.low <= floor.kl else None
+        return floor if floor and both and -math.inf < both.kl_ab.mean.low <= floor.kl else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +226,8 @@ class Comparison(Measured, Printed):
 
 def _prediction(both: Distributions, floor: Floor | None) -> str:
     same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
+    if both.js.max == 0:
+        return f"they predict this text alike, to the last bit, and {same}"
     if equal(both.ratio, floor.ratio if floor else EXACT):
         why = f"for {floor.way} explains the difference" if floor else f"as far as {both.tokens:,} tokens can tell"
         return f"they predict this text equally well, {why}, and {same}"

@@ -5,16 +5,19 @@ Sources:
         Bootstrap", 1993, chapters 13 (percentile intervals) and 8 (blocks, for dependent data).
     [2] Wilson, "Probable Inference, the Law of Succession, and Statistical Inference", 1927: the interval of a fraction.
     [3] Kish, "Survey Sampling", 1965: the design effect, by which correlated observations count for fewer independent ones.
+    [4] Hesterberg, "What Teachers Should Know About the Bootstrap", 2015: expanded percentile intervals. Student's t is computed
+        from the normal distribution's quantile: Fisher and Cornish, 1960.
 """
 
 import math
 from dataclasses import dataclass
+from statistics import NormalDist
 
 import torch
 from torch import Tensor
 
 RESAMPLES = 2000
-CONFIDENCE = 0.95
+Z = NormalDist().inv_cdf(0.975)  # of a 95 % interval
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,8 @@ class Estimate:
 
     def span(self, form: str, between: str = " .. ") -> str:
         """Format the interval; "" if it has no width, or is not a number."""
+        if self.high - self.low == math.inf and self.low == -math.inf:
+            return "of one: no interval"
         return f"{self.low:{form}}{between}{self.high:{form}}" if self.low < self.high else ""
 
     def cells(self, form: str, span: str = "") -> tuple[str, str]:
@@ -43,17 +48,23 @@ class Bootstrap:
 
     Losses of neighbouring tokens are correlated, so resampling single tokens would make intervals too narrow. The text is cut
     into 64 blocks of equal length (to within one token), more for a long text (one per 1024 tokens, at most 1024), fewer for a
-    short one (at least 16 tokens each). The same blocks are drawn, with replacement, for every value of a pair. Values that are
-    ``independent``, of one question each, are blocks of their own.
+    short one (16, or of more than 256 tokens one per 16). Where values belong together (``groups``, a number for each, in order),
+    a group is a block: each document of several, each question. The same blocks are drawn, with replacement, for every value of a
+    pair. Percentiles lie farther out for few blocks, as Student's t does [4]; of a single block nothing is known.
 
-    Measured coverage of a 95 % interval of a mean, neighbours correlated by 0.5: 93 to 94 % with 2048 or 16,384 tokens; 91 % with
-    512 (32 blocks); 88 to 89 % if 2 % of the values make half the sum. Below about 20 blocks the intervals are too narrow.
+    Measured coverage of a 95 % interval of a mean: 93 to 96 % with 16 independent values and more, 87 % with 4, 50 % with 2.
+    Neighbours correlated by 0.5: 93 to 96 % with 200 tokens and more, 92 % with 64, 80 % with 32. Documents that differ: 95 %
+    with 12, 90 % with 6, 50 % with 2; blocks of tokens had 44 to 55 % with 2 to 12 documents, and 87 % with 100.
     """
 
-    def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES, *, independent: bool = False) -> None:
-        self.n = n
-        self.blocks = min(n if independent else max(min(64, n // 16), n // 1024, 1), 1024)
-        self.block = torch.arange(n) * self.blocks // n  # (N,) each token's block
+    def __init__(self, n: int, seed: int = 0, resamples: int = RESAMPLES, *, groups: Tensor | None = None) -> None:
+        self.n, number = n, torch.arange(n)
+        count = max(min(64, n // 16), n // 1024, min(16, n))
+        if groups is not None and groups[0] != groups[-1]:
+            number = torch.unique_consecutive(groups, return_inverse=True)[1]
+            n = count = int(number[-1]) + 1
+        self.blocks = min(count, 1024)
+        self.block = number * self.blocks // n  # (N,) each value's block
         drawn = torch.randint(self.blocks, (resamples, self.blocks), generator=torch.Generator().manual_seed(seed))
         self.weights = torch.zeros(resamples, self.blocks, dtype=torch.float64)
         self.weights.scatter_add_(1, drawn, torch.ones(drawn.shape, dtype=torch.float64))
@@ -70,7 +81,10 @@ class Bootstrap:
         return self.weights[:, finite] @ sums[finite] + infinite
 
     def interval(self, value: float, resampled: Tensor) -> Estimate:
-        tail = 50 * (1 - CONFIDENCE)
+        if (freedom := self.blocks - 1) == 0:
+            return Estimate(value, -math.inf, math.inf)
+        student = Z + (Z**3 + Z) / (4 * freedom) + (5 * Z**5 + 16 * Z**3 + 3 * Z) / (96 * freedom**2)
+        tail = 50 * math.erfc(student * math.sqrt(self.blocks / freedom / 2))
         low, high = percentiles(resampled, (tail, 100 - tail))
         return Estimate(value, low, high)
 
@@ -82,9 +96,8 @@ class Bootstrap:
         p, n = hits.double().mean().item(), float(self.n)
         if 0 < p < 1:
             n /= max(1.0, self.means(hits).var().item() / (p * (1 - p) / n))
-        z = torch.special.ndtri(torch.tensor((1 + CONFIDENCE) / 2, dtype=torch.float64)).item()
-        middle, half = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-        low, high = (middle - half) / (1 + z * z / n), (middle + half) / (1 + z * z / n)
+        middle, half = p + Z * Z / (2 * n), Z * math.sqrt(p * (1 - p) / n + Z * Z / (4 * n * n))
+        low, high = (middle - half) / (1 + Z * Z / n), (middle + half) / (1 + Z * Z / n)
         return Estimate(p, 0.0 if p == 0 else low, 1.0 if p == 1 else high)
 
 

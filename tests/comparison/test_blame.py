@@ -16,6 +16,7 @@ from gpt2.checkpoint.loading import load
 from gpt2.cli.main import main
 from gpt2.comparison.blame import Blame, find_blame
 from gpt2.config import GPT2Config
+from gpt2.measure.estimates import Bootstrap
 from gpt2.measure.per_token import measure_pair
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
@@ -39,7 +40,7 @@ def changed(*names: str, by: float = 0.1) -> GPT2:
 
 def blame(a: GPT2, b: GPT2) -> Blame:
     read: list[Callable[[str], Tensor]] = [lambda name, of=of: of.get_parameter(name).detach().clone() for of in (a, b)]
-    return find_blame(CONFIG, *read, IDS, Windows(CONFIG.n_positions), vocab=CONFIG.vocab_size)
+    return find_blame(CONFIG, *read, IDS, Windows(CONFIG.n_positions), Bootstrap(len(IDS) - 1), vocab=CONFIG.vocab_size)
 
 
 def kl(a: GPT2, b: GPT2) -> float:

@@ -14,7 +14,6 @@ from gpt2.comparison.cases import ROOM, read_cases
 from gpt2.comparison.run import compare
 from gpt2.comparison.settings import CaseTable
 from gpt2.data.library import LibraryTokenizer
-from gpt2.measure.estimates import Bootstrap
 from gpt2.testing import assert_same
 
 PROMPTS = ("To be, or not to", "I pray", "O, my good", "DUKE ORSINO:\n", "The", "What is", "My lord, I", "Good")
@@ -225,11 +224,3 @@ def test_fields_of_training_numbers_and_several_right_answers(
     assert (case.right_a, case.expected) == (True, f"nothing | {answer}")
     options = "--set", "data.prompt=q", "--cases", str(file)
     assert "both or none" in mistake(capsys, "compare", "shakespeare-mini", "shakespeare-mini", *options)
-
-
-def test_few_independent_values_have_an_interval() -> None:
-    """A block of 16 neighbours is right for a text; of 12 questions it gave an interval without width."""
-    values = torch.arange(12.0)
-    found = Bootstrap(12, independent=True).mean(values)
-    assert found.low < 4 < 7 < found.high
-    assert Bootstrap(12).mean(values).low == Bootstrap(12).mean(values).high
