@@ -23,6 +23,7 @@ from gpt2.errors import InputError, user_path
 from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.last_words import LastWord, batches, last_words_change, score_pairs, score_targets, scored
 from gpt2.measure.metrics import Progress
+from gpt2.measure.texts import of_run
 from gpt2.pages.rendering import visible
 from gpt2.pages.reports import Column, Section
 
@@ -145,6 +146,7 @@ def _texts(value: object) -> list[str]:
 def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
+    context, _ = of_run(user_path(table if isinstance(table, str) else table.path))
     bootstrap = Bootstrap(len(cases), seed, groups=torch.arange(len(cases)))
     names = next(
         (each.classifier.classes for each in models if each.classifier), tuple({case[1][0].strip(): 0 for case in cases})
@@ -153,7 +155,7 @@ def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: in
         if each.recording is not None or each.text_tokenizer is None:
             raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
         how = each, each.text_tokenizer, cases, bootstrap, progress
-        said.append(_classify(*how, names) if labelled else _ask(*how))
+        said.append(_classify(*how, names, context) if labelled else _ask(*how))
     (a, answers_a, contains_a), (b, answers_b, contains_b) = said
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
     rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))
@@ -197,13 +199,20 @@ def _encoded(cases: Iterable[tuple[str, tuple[str, ...]]], tokenizer: Tokenizer,
 
 
 def _classify(
-    model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: Sequence[str]
+    model: Side,
+    tokenizer: Tokenizer,
+    cases: Asked,
+    bootstrap: Bootstrap,
+    progress: Progress,
+    names: Sequence[str],
+    context: int | None,
 ) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
     losses, right, answers = list[float](), list[bool](), list[str]()
     names = model.classifier.classes if model.classifier else names
+    limit = min(model.context, context - 1 if context else model.context)  # a run's rows end with the class
     for number, (text, (label, *_)) in enumerate(cases, 1):
-        ids, own = tokenizer.encode_prompt(text)[: model.context], label.strip()
+        ids, own = tokenizer.encode_prompt(text)[:limit], label.strip()
         index = names.index(own) if own in names else int(own) if own.isdecimal() and len(own) < 20 else len(names)
         if index >= len(names) or not ids:
             why = f"the label {label!r} is no class of {model.name}: {', '.join(names)}" if ids else "its text has no token"

@@ -188,7 +188,7 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
         head, parts = before, after.split(",")
     if head == "-" or _is_file(head):
         where = "stdin" if head == "-" else os.path.abspath(head)
-        context, remark = _of_run(Path(head))
+        context, remark = of_run(Path(head))
         protocol, of_user = replace(RUNNING, context=context), not _of_documents(head)
         named = Named(lambda own, offline: (where, _read(head), ()), protocol, of_user=of_user, remark=remark)
     elif head in NAMES:
@@ -208,7 +208,7 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     return named, options
 
 
-def _of_run(run: Path) -> tuple[int | None, str]:
+def of_run(run: Path) -> tuple[int | None, str]:
     """Return the context in which a training run evaluated itself, and what it did not score; None and "" of what is none."""
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         recipe = json.loads(read_all(run / "recipe.json"))

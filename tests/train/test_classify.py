@@ -1,6 +1,7 @@
 """Classification: the head on the last token learns, resumes, is transformers' own model, and its card says what was measured."""
 
 import json
+import math
 import random
 import re
 from dataclasses import replace
@@ -80,6 +81,9 @@ def test_its_card_claims_what_was_measured(run: Path, tmp_path: Path) -> None:
     assert [result.metric_type for result in data.eval_results] == ["accuracy", "loss"]
     assert re.search(r"- art: \d+ of \d+ right\n- king: ", text)
     assert float(re.search(r"\| accuracy \| ([01]\.\d{4}) \|", text)[1]) == data.eval_results[0].metric_value
+    cases = gpt2.compare(*[str(run / "best")] * 2, on=str(run), tokens=2, cases=str(run)).cases  # texts cut as in the run
+    losses = [-math.log(case.probability_a) for case in cases.cases]
+    assert sum(losses) / len(losses) == pytest.approx(data.eval_results[1].metric_value, abs=1e-4)
     assert "perplexity" not in text
     assert 'pipeline("text-classification", "OWNER/NAME")' in text
     assert "of 160 documents, never trained on" in text
