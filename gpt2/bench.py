@@ -176,9 +176,8 @@ class Bench:
             form = ".2f" if row.unit == "s" else ",.0f"
             lines.append(f"{row.what}: × {row.ratio:.2f} as fast")
             lines += [f"  {who:13}{value:{form}} {row.unit}" for who, value in (("ours", row.ours), ("transformers", row.theirs))]
-        return "\n".join(
-            [*lines, "", f"Median (min .. max) of {self.pairs} pairs, in turn with transformers {versions['transformers']}."]
-        )
+        lines += ["", f"Median (min .. max) of {self.pairs} pairs, in turn with transformers {versions['transformers']}."]
+        return "\n".join(lines)
 
 
 def bench(

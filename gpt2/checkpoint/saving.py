@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import MappingProxyType
 from typing import IO, Any
 
 import torch
@@ -31,9 +30,7 @@ PIECE = 1 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: the files can be mapped in place
 
 
-def save(
-    model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: Mapping[str, Tensor] = MappingProxyType({})
-) -> Path:
+def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: Mapping[str, Tensor] | None = None) -> Path:
     """Write ``model`` and ``tokenizer`` to ``directory`` in Hugging Face's layout; return the directory.
 
     Weights keep their dtype and Conv1D orientation, under transformers' names, without the tied head and without a second copy
@@ -46,7 +43,7 @@ def save(
     directory = user_path(directory)
     tensors = _plain(model)
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
-        written = {**{to_file(name): tensor for name, tensor in tensors.items()}, **more}
+        written = {**{to_file(name): tensor for name, tensor in tensors.items()}, **(more or {})}
         write_file(Path(aside, WEIGHTS), safetensors_file(written))
         save_config(model.config, tensors["wte.weight"].dtype, Path(aside), tokenizer.stated if tokenizer else None)
         if tokenizer is not None:

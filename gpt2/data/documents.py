@@ -215,8 +215,7 @@ def _template(prompt: str) -> Callable[[Record, str], str]:
     options = {name: option(name) for _, name, *_ in parts if name is not None}
 
     def filled(record: Record, where: str) -> str:
-        texts = (before + ("" if name is None else _text(record, name, where, options[name])) for before, name, *_ in parts)
-        return "".join(texts)
+        return "".join(before + (_text(record, name, where, options[name]) if name else "") for before, name, *_ in parts)
 
     return filled
 
@@ -230,6 +229,5 @@ def _text(record: Record, field: str, where: str, option: str, *, label: bool = 
         other = f", or name another: {option}" if option else ""
         raise InputError(f"{where}: the field {quoted(field)} is not text: {quoted(value)}; correct it{other}")
     there = ", ".join(quoted(name) for name in list(record)[:8]) or "none"
-    raise InputError(
-        f"{where}: no field {quoted(field)}, only {there}; {f'name one: {option}' if option else f'name it {field}'}"
-    )
+    remedy = f"name one: {option}" if option else f"name it {field}"
+    raise InputError(f"{where}: no field {quoted(field)}, only {there}; {remedy}")

@@ -69,11 +69,7 @@ class LibraryTokenizer(Tokenizer):
     """
 
     def __init__(
-        self,
-        backend: Backend,
-        *,
-        roles: Mapping[str, str] | None = None,
-        merges: byte_level.Merges | None = None,
+        self, backend: Backend, *, roles: Mapping[str, str] | None = None, merges: byte_level.Merges | None = None
     ) -> None:
         backend.no_truncation()
         backend.no_padding()

@@ -90,9 +90,8 @@ class Judge:
         @cache
         def drawn(coarser: Coarser | None, seed: int) -> list[tuple[float, float]]:
             """Return the errors of each result, of its norm and of its worst entry, in a run with random errors."""
-            noise = (
-                x.to(result.dtype) for x, result in zip(noisy_results(run, inputs, self.dtype, coarser, seed), got, strict=True)
-            )
+            noisy = noisy_results(run, inputs, self.dtype, coarser, seed)
+            noise = (x.to(result.dtype) for x, result in zip(noisy, got, strict=True))
             return [(relative_error(x, exact), worst_relative_error(x, exact)) for x, exact in zip(noise, right, strict=True)]
 
         for index, (result, exact) in enumerate(zip(got, right, strict=True)):

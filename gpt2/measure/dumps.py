@@ -85,12 +85,7 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
     return dump_of(dict(reader(path, min(MAX_BYTES, 8 * numbers))), config, str(path), ids)
 
 
-def dump_of(
-    arrays: Mapping[str, Any],
-    config: GPT2Config,
-    source: str = "your arrays",
-    ids: Tensor | None = None,
-) -> Dump:
+def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays", ids: Tensor | None = None) -> Dump:
     """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
     tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in arrays.items()}
     key = _ids_name(tensors)

@@ -1,7 +1,7 @@
 """Compute PyTorch's fused operators from elementary steps, so that each step can be rounded as a kernel rounds it."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -28,9 +28,7 @@ class Steps(TorchFunctionMode):
         super().__init__()
         self.inside, self.functions, self.wider = inside, STEPS if functions is None else functions, wider
 
-    def __torch_function__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         steps = self.functions.get(func)
         return func(*args, **(kwargs or {})) if steps is None else steps(self, *args, **(kwargs or {}))
 

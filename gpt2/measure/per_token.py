@@ -58,13 +58,7 @@ class Tokens:
 
 @torch.inference_mode()
 def measure_pair(
-    a: Logits,
-    b: Logits,
-    ids: Tensor,
-    windows: Windows,
-    *,
-    batch_size: int | None = None,
-    progress: Progress = silent,
+    a: Logits, b: Logits, ids: Tensor, windows: Windows, *, batch_size: int | None = None, progress: Progress = silent
 ) -> Tokens:
     """Run both models over a text (N,) and compare their predictions of each token but the first, in float64.
 

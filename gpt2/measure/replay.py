@@ -31,9 +31,7 @@ class Replay(TorchFunctionMode):
         self.dtype, self.seen, self.module = dtype, seen, "the ids"
         self.modules = {_memory(parameter): name.rpartition(".")[0] for name, parameter in model.named_parameters()}
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         return self(func, *args, **(kwargs or {}))
 
     def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:

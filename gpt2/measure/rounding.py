@@ -42,11 +42,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.measure.elementary import CACHED, STEPS, Steps, attention_in_steps
-from gpt2.measure.metrics import relative_error, split
+from gpt2.measure.metrics import split, worst_relative_error
 from gpt2.measure.tracing import Recorded, trace
 from gpt2.model import GPT2
-
-Error = Callable[[Tensor, Tensor], float]  # of a tensor and the right one
 
 # How many times what rounding explains a right model's error may be; tests/measure/test_rounding.py has right and imprecise ones.
 FORWARD_RATIO = 2.0
@@ -122,11 +120,7 @@ def rounding_noise(dtype: torch.dtype, seed: int = 0, coarser: Coarser | None = 
 
 
 def noisy_results(
-    run: Callable[..., Sequence[Tensor]],
-    inputs: Sequence[Tensor],
-    dtype: torch.dtype,
-    coarser: Coarser | None = None,
-    seed: int = 0,
+    run: Callable[..., Sequence[Tensor]], inputs: Sequence[Tensor], dtype: torch.dtype, coarser: Coarser | None, seed: int
 ) -> list[Tensor]:
     """Return what ``run`` gives for float64 ``inputs`` (and integers), each operation off by a rounding to ``dtype``."""
     if coarser is not None and coarser.flushes:
@@ -140,16 +134,14 @@ def rounded_weights(model: GPT2, dtype: torch.dtype) -> GPT2:
     return model_with(model.config, ((name, value.to(dtype).double()) for name, value in model.state_dict().items()))
 
 
-def explained_errors(
-    model: GPT2, ids: Tensor, dtype: torch.dtype, error: Error = relative_error, exact: Recorded | None = None
-) -> dict[str, float]:
-    """Return what rounding to ``dtype`` explains at each traced point of a float64 ``model``, for ids (B, T).
+def explained_errors(model: GPT2, ids: Tensor, dtype: torch.dtype, exact: Recorded | None = None) -> dict[str, float]:
+    """Return the worst entry's error that rounding to ``dtype`` explains at each traced point of a float64 model on ids (B, T).
 
-    ``error`` compares a tensor with the one of the float64 run, ``exact`` (computed if it is not given).
+    ``exact`` has the tensors of the float64 run (computed if they are not given).
     """
     with rounding_noise(dtype):
         noisy = trace(rounded_weights(model, dtype), ids)
-    return {name: error(noisy[name], tensor) for name, tensor in (exact or trace(model, ids)).items()}
+    return {name: worst_relative_error(noisy[name], tensor) for name, tensor in (exact or trace(model, ids)).items()}
 
 
 def of_the_machine(error: float, other: float, apart: float) -> bool:
@@ -197,9 +189,7 @@ class _Noise(TorchDispatchMode):
         finally:
             self.unit = before
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.is_inference_mode_enabled():  # where PyTorch hands over whole functions, such as linear
             with self:
                 result = func.decompose(*args, **(kwargs or {}))

@@ -16,7 +16,7 @@ recorded where eager attention calls softmax. In the order of computation:
 
 import itertools
 import re
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from functools import partial
 from queue import SimpleQueue
@@ -257,13 +257,7 @@ class _SoftmaxTap(TorchFunctionMode):
     def enter(self, layer: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         self.layer = layer
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in SOFTMAX and self.layer >= 0:
             scores = args[0].detach()

@@ -68,9 +68,7 @@ class Findings:
     def only_rounding(self, before: dict[str, int]) -> bool:
         """Whether nothing but what random errors bound does not hold, of the points behind those that were there ``before``."""
         since = [(id, point) for id, points in self.points.items() for point in points[before[id] :]]
-        doubtful = [
-            (id, point) for id, point in since if not point.ok or point.of_the_machine or (point.imprecise and id == "rounding")
-        ]
+        doubtful = [(id, p) for id, p in since if not p.ok or p.of_the_machine or (p.imprecise and id == "rounding")]
         return bool(doubtful) and all(id == "text" or point.explained is not None for id, point in doubtful)
 
     def settle(self, *finished: str) -> None:

@@ -120,7 +120,7 @@ def _parts(subject: Subject, expected: Tensor, noise: list[list[float]]) -> None
     """Compare what our model gives through the cache and with padding: in float64, and in ``dtype``, as far off as ``noise``."""
     findings, label, probe = subject.findings, dtype_label(subject.dtype), subject.probe
     with subject.exactly(subject.ours, "float64: cache and padding"):
-        for check, name, logits, exact in _ways(probe, subject.ours, expected):
+        for check, name, logits, exact in _ways(probe, subject.ours, expected, whole=True):
             findings.mapping(check, name, worst_relative_error(logits, exact))
             findings.settle()
     findings.settle("padding")
@@ -131,9 +131,7 @@ def _parts(subject: Subject, expected: Tensor, noise: list[list[float]]) -> None
     findings.settle()
 
 
-def _ways(
-    probe: Probe, model: nn.Module | Tensor, expected: Tensor, whole: bool = True
-) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+def _ways(probe: Probe, model: nn.Module | Tensor, expected: Tensor, whole: bool) -> Iterator[tuple[str, str, Tensor, Tensor]]:
     """Yield (check, point, logits, the expected ones) for the parts of a cached text, and for padded rows.
 
     Through the cache, a model reads a prompt, two tokens one by one, and the rest in one piece; ``whole`` reads the padded rows

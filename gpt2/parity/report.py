@@ -227,10 +227,8 @@ class Report(Printed):
 
     def _machine(self, point: Point) -> str:
         """Return by how much this machine rounds more than the account explains, in ours and in transformers' alike."""
-        errors = (
-            f"both are {point.amount} what rounding explains (off by {point.error:.1e}, from each other by {point.apart:.1e})"
-        )
-        return f"This machine rounds {self.environment.dtype} more than usual: at {point.name}, {errors}"
+        errors = f"{point.amount} what rounding explains (off by {point.error:.1e}, from each other by {point.apart:.1e})"
+        return f"This machine rounds {self.environment.dtype} more than usual: at {point.name}, both are {errors}"
 
     def _imprecision(self, point: Point) -> str:
         """Return which setting makes this process compute imprecisely, as far as known."""

@@ -3,8 +3,8 @@
 import hashlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,12 +34,12 @@ class Corpus:
     tokenizer: Tokenizer
     train_ids: np.ndarray
     val_ids: np.ndarray
-    sha256: str
+    sha256: str = ""
     train_marks: np.ndarray | None = None
     val_marks: np.ndarray | None = None
     notes: tuple[str, ...] = ()
     end: int | None = None  # the id at which attention and positions end with a document; None: they do not
-    tally: Mapping[str, int] = field(default_factory=dict)  # of documents (:func:`gpt2.data.batches.lay_out`)
+    tally: Counter[str] = field(default_factory=Counter)  # of documents (:func:`gpt2.data.batches.lay_out`)
     mapped: bool = False  # from token files; else in memory
     held_out: str = ""  # in words, what of the text is validation
     held: tuple[Document, ...] = ()  # those documents, where they are in memory
@@ -51,57 +51,48 @@ class Corpus:
         return self.val_ids[: prompt if prompt > 1 else 8]
 
 
-Stream = tuple[np.ndarray, np.ndarray | None]  # ids and marks
-
-
 def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool = False, check: bool = True) -> Corpus:
     """Read the recipe's corpus as ids of ``tokenizer``, or of a new tokenizer made from the text as the recipe says.
 
     ``scratch``: ``tokenizer`` was made from this text, which is then read in the same way. Without ``check``, token files are
     only mapped, and ``sha256`` is "".
     """
-    data, notes, tally, mapped, classes = recipe.data, list[str](), Counter[str](), True, tuple[str, ...]()
-    train: Stream
-    val: Stream
-    held: tuple[Document, ...] = ()
+    data = recipe.data
     reads_files = data.tokenizer == "gpt2" or (tokenizer and not scratch)  # other tokenizers are made from a text in memory
     if data.tokens:
-        folder = Path(data.tokens)
-        tokenizer = tokenizer or _tokenizer_of(folder, data.tokenizer)
-        train_ids, val_ids = token_files.read(folder, tokenizer.n_vocab, check=check)
-        sha256 = token_files.fingerprint(train_ids, val_ids) if check else ""
-        train, val = (train_ids, None), (val_ids, None)
+        text = _of_token_files(recipe, tokenizer, check)
     elif reads_files and data.path and not data.label and size(files(data.path)) > tokenizing.LARGE:
-        tokenizer = tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens)
-        train, val, sha256, tally, notes = _of_token_files(recipe, tokenizer, check)
+        text = _of_large_text(recipe, tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens), check)
     else:
-        mapped, sha256 = False, ""
-        found = _documents(recipe, tally) if data.path else []
-        if len(found) > 1 or data.prompt or data.padded:
-            tokenizer, train, val, notes, classes, held = _of_documents(recipe, tokenizer, found, tally)
-        else:
-            train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
-            tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
-            train, val = ((np.array(tokenizer.encode(text), dtype=np.int32), None) for text in (train_text, val_text))
-            notes += remarks(data, tokenizer, found, None) if found else []
-            held = (Document(val_text, "", data.path),)
-        notes += _about(recipe, tally)
-    share = "" if data.padded else f"{len(val[0]) / max(1, len(train[0]) + len(val[0])):.1%} of the tokens, "
-    share += "never trained on"
+        text = _in_memory(recipe, tokenizer)
+    total, tally = len(text.train_ids) + len(text.val_ids), text.tally
+    share = "never trained on" if data.padded else f"{len(text.val_ids) / max(1, total):.1%} of the tokens, never trained on"
     if tally["documents"] > 1:
-        share = (f"{tally['held_out']:,}" if tally["held_out"] else "some") + f" of {tally['documents']:,} documents, {share}"
-    val = _first(val, recipe)
-    if not mapped:
-        sha256 = _sha256(train, val)
-    if data.reset and tokenizer.eot is None:
+        held = f"{tally['held_out']:,}" if tally["held_out"] else "some"
+        share = f"{held} of {tally['documents']:,} documents, {share}"
+    first = recipe.eval_tokens or None
+    if first and data.padded:  # whole rows
+        first = -(-first // recipe.context) * recipe.context + 1
+    marks = None if text.val_marks is None else text.val_marks[:first]
+    end = text.tokenizer.eot if data.reset else None
+    text = replace(text, val_ids=text.val_ids[:first], val_marks=marks, end=end, held_out=share)
+    if data.reset and end is None:
         raise InputError("data.reset: this tokenizer has no end-of-text token to tell documents apart; --set data.reset=false")
-    _require_enough(recipe, train, val)
-    end = tokenizer.eot if data.reset else None
-    return Corpus(tokenizer, train[0], val[0], sha256, train[1], val[1], tuple(notes), end, tally, mapped, share, held, classes)
+    _require_enough(recipe, text)
+    sha256 = text.sha256 if text.mapped else _sha256(text)
+    return replace(text, sha256=sha256, notes=(*text.notes, *_about(recipe, tally)))
 
 
-def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[Stream, Stream, str, Counter[str], list[str]]:
-    """Return the streams of a text too large for memory, their hash, tally, and lines for the log."""
+def _of_token_files(recipe: Recipe, tokenizer: Tokenizer | None, check: bool) -> Corpus:
+    """Map the user's token files."""
+    folder = Path(recipe.data.tokens)
+    tokenizer = tokenizer or _tokenizer_of(folder, recipe.data.tokenizer)
+    ids = token_files.read(folder, tokenizer.n_vocab, check=check)
+    return Corpus(tokenizer, *ids, token_files.fingerprint(*ids) if check else "", mapped=True)
+
+
+def _of_large_text(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> Corpus:
+    """Map the token files of a text too large for memory, which are made once."""
     data, notes = recipe.data, list[str]()
     end = _end(tokenizer, notes)
     context = recipe.context if data.padded else 0
@@ -109,11 +100,26 @@ def _of_token_files(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> tuple[
     task = tokenizing.Task(tokenizer, end, layout)
     say = partial(print, file=sys.stderr, flush=True)
     arrays, tally = tokenizing.prepared(data.path, files(data.path), task, say, check=check)
-    train_marks, val_marks = arrays[2:] or (None, None)
     many = tally["documents"] > 1
     held = "some, chosen by their text" if many else "the last part"
-    notes += [f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}", *_about(recipe, tally)]
-    return (arrays[0], train_marks), (arrays[1], val_marks), token_files.fingerprint(*arrays) if check else "", tally, notes
+    notes.append(f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}")
+    sha256 = token_files.fingerprint(*arrays) if check else ""
+    train, val, *marks = arrays
+    train_marks, val_marks = marks or (None, None)
+    return Corpus(tokenizer, train, val, sha256, train_marks, val_marks, tuple(notes), tally=tally, mapped=True)
+
+
+def _in_memory(recipe: Recipe, tokenizer: Tokenizer | None) -> Corpus:
+    """Read a text as one stream, or as documents."""
+    data, tally = recipe.data, Counter[str]()
+    found = _documents(recipe, tally) if data.path else []
+    if len(found) > 1 or data.prompt or data.padded:
+        return _of_documents(recipe, tokenizer, found, tally)
+    train_text, val_text = shakespeare.split(found[0].text, 1 - data.held_out) if found else texts(recipe)
+    tokenizer = tokenizer or _new_tokenizer(recipe, train_text, val_text)
+    train, val = (np.array(tokenizer.encode(text), dtype=np.int32) for text in (train_text, val_text))
+    notes = tuple(remarks(data, tokenizer, found, None)) if found else ()
+    return Corpus(tokenizer, train, val, notes=notes, tally=tally, held=(Document(val_text, "", data.path),))
 
 
 def _end(tokenizer: Tokenizer, notes: list[str]) -> int:
@@ -159,10 +165,8 @@ def _documents(recipe: Recipe, tally: Counter[str]) -> list[Document]:
     return found
 
 
-def _of_documents(
-    recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]
-) -> tuple[Tokenizer, Stream, Stream, list[str], tuple[str, ...], tuple[Document, ...]]:
-    """Split documents and lay out their tokens; return tokenizer, streams, lines for the log, classes, what is held out."""
+def _of_documents(recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[Document], tally: Counter[str]) -> Corpus:
+    """Split documents and lay out their tokens."""
     data = recipe.data
     chosen = held_out(found, data.held_out, data.split_seed)
     parts = [[document for document, out in zip(found, chosen, strict=True) if out == held] for held in (False, True)]
@@ -178,7 +182,7 @@ def _of_documents(
     end = _end(tokenizer, notes)
     classes = classes_of([each.text.strip() for each in found], tokenizer.n_vocab) if data.label else ()
     notes += [f"{len(classes)} classes in the field {data.label}: {', '.join(classes[:9])}"] if classes else []
-    streams = []
+    streams: list[tuple[np.ndarray, np.ndarray | None]] = []
     for part in parts:
         laid = []
         for each in part:
@@ -194,7 +198,9 @@ def _of_documents(
         if data.padded:  # the target of the last row's last token
             ids, marks = np.append(ids, np.int32(end)), np.append(marks, np.uint8(FILLER))
         streams.append((ids, marks if data.prompt or data.padded else None))
-    return tokenizer, streams[0], streams[1], notes, classes, tuple(parts[1])
+    (train, train_marks), (val, val_marks) = streams
+    held = tuple(parts[1])
+    return Corpus(tokenizer, train, val, "", train_marks, val_marks, tuple(notes), tally=tally, held=held, classes=classes)
 
 
 def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:
@@ -204,32 +210,23 @@ def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:
         raise InputError(f"{document.where}: {error}") from None
 
 
-def _first(stream: Stream, recipe: Recipe) -> Stream:
-    """Cut a validation stream to the recipe's ``eval_tokens``; with ``data.padded``, to whole rows."""
-    count: int | None = recipe.eval_tokens or None
-    if count and recipe.data.padded:
-        count = -(-count // recipe.context) * recipe.context + 1
-    ids, marks = stream
-    return ids[:count], None if marks is None else marks[:count]
-
-
-def _sha256(*streams: Stream) -> str:
-    digest = hashlib.sha256(b"|".join(ids.tobytes() for ids, _ in streams))
-    for _, marks in streams:
+def _sha256(text: Corpus) -> str:
+    digest = hashlib.sha256(text.train_ids.tobytes() + b"|" + text.val_ids.tobytes())
+    for marks in (text.train_marks, text.val_marks):
         digest.update(b"" if marks is None else marks.tobytes())
     return digest.hexdigest()
 
 
-def _require_enough(recipe: Recipe, train: Stream, val: Stream) -> None:
+def _require_enough(recipe: Recipe, text: Corpus) -> None:
     """Raise an InputError for streams that hold no window, or nothing to score."""
-    count = len(train[0])
+    count = len(text.train_ids)
     if count < recipe.context + 1:
         remedy = f" or --set context={count - 1}" if count > 1 else ""
         few = f"the training text has {count} tokens, too few for a context of {recipe.context} and the next token"
         raise InputError(f"{few}; give a longer text{remedy}")
-    if len(val[0]) < 2:
-        raise InputError(f"the validation text has {len(val[0])} tokens, too few to score; give a longer text or data.held_out")
-    for name, (_, marks) in (("training", train), ("validation", val)):
+    if (count := len(text.val_ids)) < 2:
+        raise InputError(f"the validation text has {count} tokens, too few to score; give a longer text or data.held_out")
+    for name, marks in (("training", text.train_marks), ("validation", text.val_marks)):
         if marks is not None and not any((marks[1:][part] == SCORED).any() for part in slices(marks[1:])):
             why = "all are prompts or cut off; raise context, or eval_tokens"
             raise InputError(f"no token of the {name} documents is scored: {why}")

@@ -21,9 +21,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self, get_type_hints
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch import Tensor
 
 from gpt2.checkpoint.card import edited_card
 from gpt2.checkpoint.containers.safetensors_file import NAME
@@ -199,9 +199,7 @@ def _held_out(recipe: Recipe, text: Corpus) -> str:
     return "".join(lines)
 
 
-def save(
-    folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, optimizer: Mapping[str, torch.Tensor], progress: Progress
-) -> None:
+def save(folder: Path, model: GPT2 | Bigram, tokenizer: Tokenizer, optimizer: Mapping[str, Tensor], progress: Progress) -> None:
     """Write ``folder/step-N``, then remove all but the newest :data:`KEEP` checkpoints up to it."""
     files: Files = {"optimizer.safetensors": safetensors_file(optimizer), "progress.json": json.dumps(asdict(progress)).encode()}
     write_whole(folder / f"step-{progress.step}", model, tokenizer, files)
@@ -259,7 +257,7 @@ def newest_intact(folder: Path) -> tuple[Path | None, list[str]]:
     return None, skipped
 
 
-def stored(path: Path) -> tuple[dict[str, torch.Tensor], Progress]:
+def stored(path: Path) -> tuple[dict[str, Tensor], Progress]:
     """Read the optimizer's state and the progress from a checkpoint that :func:`newest_intact` returned."""
     try:
         if (path / OPTIMIZER).is_dir():

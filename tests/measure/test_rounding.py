@@ -83,7 +83,7 @@ def test_a_sum_over_the_whole_vocabulary_is_covered_in_every_order(width: int) -
     generator = torch.Generator().manual_seed(0)
     a, b = (torch.randn(shape, generator=generator) for shape in ((64, 50_257), (50_257, width)))
     exact = a.double() @ b.double()
-    explained = relative_error(noisy_results(lambda a, b: [a @ b], [a.double(), b.double()], torch.float32)[0], exact)
+    explained = relative_error(noisy_results(lambda a, b: [a @ b], [a.double(), b.double()], torch.float32, None, 0)[0], exact)
     with summing(ORDERS["one after another"]):
         in_turn = a @ b
     assert relative_error(a @ b, exact) <= FORWARD_RATIO * explained

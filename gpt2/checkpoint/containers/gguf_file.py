@@ -226,9 +226,8 @@ def tokenizer_of(file: GGUFFile) -> LibraryTokenizer:
     first, last = (tokens[i] if isinstance(i, int) and 0 <= i < len(vocab) else None for i in (bos, eos))
     before, behind = (metadata.get(f"tokenizer.ggml.add_{end_of}_token") is True for end_of in ("bos", "eos"))
     around = first if before else None, last if behind else None
-    tokenizer = bpe.made_bpe(
-        vocab, bpe.as_pairs(merges, where), special, matched, roles=bpe.ends(last), around=around, where=where
-    )
+    pairs, roles = bpe.as_pairs(merges, where), bpe.ends(last)
+    tokenizer = bpe.made_bpe(vocab, pairs, special, matched, roles=roles, around=around, where=where)
     tokenizer.elsewhere = {} if pre == "gpt-2" else {PRE: str(pre)}
     return tokenizer
 

@@ -129,7 +129,7 @@ class Runs:
     def explained(self, reference: Reference, ids: Tensor, dtype: torch.dtype) -> float:
         """Return the largest error of right logits that rounding to ``dtype`` explains, or the bound if that is larger."""
         right = {"logits": reference(ids)}
-        return max(self.bound, WORST_RATIO * explained_errors(reference.model, ids, dtype, worst_relative_error, right)["logits"])
+        return max(self.bound, WORST_RATIO * explained_errors(reference.model, ids, dtype, right)["logits"])
 
     def _allow_rounding(self, output: Tensor, failure: Exception | None) -> None:
         """For a module without float64, allow the errors that rounding to its dtype explains."""
@@ -152,7 +152,7 @@ class Runs:
                 return []
             narrow = output.detach().to("cpu", torch.float64)
             error = worst_relative_error(narrow, wide)
-            explained = explained_errors(same.model, ids, torch.float32, worst_relative_error) if error > LOOSE else {}
+            explained = explained_errors(same.model, ids, torch.float32) if error > LOOSE else {}
             if not explained or error <= SLACK * explained["logits"]:
                 return []
             own = self.pool(ids, True)

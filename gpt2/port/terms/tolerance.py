@@ -49,7 +49,7 @@ def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torc
     least = 4 * UNITS[dtype][0]
 
     def allowed() -> dict[str, float]:
-        explained = explained_errors(reference, ids, dtype, worst_relative_error, exact)
+        explained = explained_errors(reference, ids, dtype, exact)
         return {point: SLACK * max(error, least) for point, error in explained.items()}
 
     model = rounded_weights(reference, dtype)
