@@ -5,7 +5,7 @@ import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from numbers import Integral
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -264,18 +264,8 @@ def generate(
     if rows is None and isinstance(stop, StopText):
         rows = rows_with_tokens(stop.tokenizer, model.config)
     out, ends = [prompt], [Ending(stop) for _ in prompt]
-    steps = stream(
-        model,
-        prompt,
-        max_new_tokens,
-        sampling,
-        seed=seed,
-        attention_mask=attention_mask,
-        use_cache=use_cache,
-        draft=draft,
-        rows=rows,
-    )
-    for chosen in steps:
+    how: dict[str, Any] = {"attention_mask": attention_mask, "use_cache": use_cache, "draft": draft, "rows": rows}
+    for chosen in stream(model, prompt, max_new_tokens, sampling, seed=seed, **how):
         out.append(chosen[:, None])
         if stop is not None and all([end.reached(token) for end, token in zip(ends, chosen.tolist(), strict=True)]):
             break

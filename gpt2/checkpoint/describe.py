@@ -77,16 +77,6 @@ def describe(name: str = DEFAULT, *, revision: str | None = None, offline: bool 
         notes.append(f"no command reads text with it: {error}")
     notes += [f"left out, as no part of the language model: {listed(list(assignment.extra))}"] if assignment.extra else []
     files = tuple(File.of(file) for file in checkpoint.files().values() if file.is_relative_to(path))
-    return Description(
-        name=checkpoint.name,
-        path=str(path),
-        revision=checkpoint.revision,
-        config=checkpoint.config,
-        dtype=dtype,
-        container=checkpoint.container,
-        notes=tuple(notes),
-        dropped=assignment.dropped,
-        files=files,
-        official=official_files({file.name: file.sha256 for file in files}, checkpoint.name),
-        not_finite=dict(found.counts),
-    )
+    official = official_files({file.name: file.sha256 for file in files}, checkpoint.name)
+    about = checkpoint.name, str(path), checkpoint.revision, checkpoint.config, dtype, checkpoint.container
+    return Description(*about, tuple(notes), assignment.dropped, files, official, dict(found.counts))

@@ -168,7 +168,7 @@ def _ask(model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, 
     """Let a model answer each question, a batch of prompts of one length at a time."""
     pairs, answers = list(_encoded(cases, tokenizer, model.context)), [""] * len(cases)
     what = "cases", "expected texts"
-    found = score_pairs(model.logits, pairs, bootstrap, context=model.context, what=what, progress=progress)
+    found = score_pairs(model.logits, pairs, bootstrap, what, context=model.context, progress=progress)
     right, holds = torch.zeros(2, len(pairs), dtype=torch.bool)
     for batch in batches([len(ids) - count for ids, count in pairs]):
         prompts, room = [pairs[i][0][: -pairs[i][1]] for i in batch], ROOM + 2 * max(pairs[i][1] for i in batch)

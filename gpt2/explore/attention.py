@@ -1,6 +1,7 @@
 """Compute attention weights on a short text, for one model or for two and their difference."""
 
 from dataclasses import replace
+from itertools import product
 
 import torch
 from torch import Tensor, nn
@@ -64,8 +65,5 @@ def _heads(maps: Tensor, moved: Tensor | None) -> tuple[Head, ...]:
     }
     if moved is not None:
         figures["moved"] = moved
-    return tuple(
-        Head(layer, head, **{name: float(values[layer, head]) for name, values in figures.items()})
-        for layer in range(maps.size(0))
-        for head in range(maps.size(1))
-    )
+    places = product(range(maps.size(0)), range(maps.size(1)))
+    return tuple(Head(layer, head, **{name: float(each[layer, head]) for name, each in figures.items()}) for layer, head in places)

@@ -104,11 +104,8 @@ def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your a
 
 
 def _ids_name(tensors: Iterable[str]) -> str | None:
-    for wanted in IDS:
-        for name in tensors:
-            if PurePosixPath(name).name.lower() == wanted:
-                return name
-    return None
+    own = {PurePosixPath(name).name.lower(): name for name in reversed([*tensors])}
+    return next((own[wanted] for wanted in IDS if wanted in own), None)
 
 
 def _refuse_padding(name: str, tensor: Tensor, ids: Tensor, source: str) -> None:

@@ -18,6 +18,7 @@ from gpt2.measure.estimates import Bootstrap, Estimate
 from gpt2.measure.metrics import Logits, Progress, exp_or_inf, silent, token_losses
 
 BATCH = 1024  # tokens per batch: 200 MB of logits over GPT-2's vocabulary
+Rows = Sequence[tuple[list[int], int]]  # ids, and how many tokens at their end are to be predicted
 
 
 @dataclass(frozen=True)
@@ -60,20 +61,15 @@ def score_last_words(
     if not passages:
         raise InputError("there are no passages to score the last words of; give at least one")
     pairs = [_encode(tokenizer, passage, i, context) for i, passage in enumerate(passages)]
-    return score_pairs(model, pairs, Bootstrap(len(pairs), seed), context=context, progress=progress)
+    what = "last words", "passages"
+    return score_pairs(model, pairs, Bootstrap(len(pairs), seed), what, context=context, progress=progress)
 
 
 @torch.inference_mode()
 def score_pairs(
-    model: Logits,
-    pairs: Sequence[tuple[list[int], int]],
-    bootstrap: Bootstrap,
-    *,
-    context: int,
-    what: tuple[str, str] = ("last words", "passages"),
-    progress: Progress = silent,
+    model: Logits, pairs: Rows, bootstrap: Bootstrap, what: tuple[str, str], *, context: int, progress: Progress
 ) -> LastWord:
-    """Return how well a model predicts the last tokens of each row, pairs of (ids, number of tokens to predict)."""
+    """Return how well a model predicts the last tokens of each row; ``what`` names them, and the rows."""
     losses, right, done = torch.zeros(len(pairs), dtype=torch.float64), torch.zeros(len(pairs), dtype=torch.bool), 0
     for batch in batches([len(ids) - 1 for ids, _ in pairs]):
         for i, (loss, likeliest) in zip(batch, score_targets(model, [pairs[i] for i in batch]), strict=True):
@@ -99,8 +95,8 @@ def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Boo
     return LastWordChange(bootstrap.mean(gained), bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()))
 
 
-def score_targets(model: Logits, rows: Sequence[tuple[list[int], int]]) -> list[tuple[float, bool]]:
-    """Score each row's last tokens, rows of (ids, number scored) of one length: their loss in nats, and whether all are first."""
+def score_targets(model: Logits, rows: Rows) -> list[tuple[float, bool]]:
+    """Score the last tokens of each of rows of one length: their loss in nats, and whether all are first."""
     output = model(torch.tensor([ids[:-1] for ids, _ in rows]))  # (B, T, V)
     scores = []
     for row, (ids, length) in enumerate(rows):

@@ -138,22 +138,17 @@ def public_record() -> tuple[Record, ...]:
 
 @torch.inference_mode()
 def compute(
-    model: str,
-    records: Sequence[Record],
-    ours: GPT2,
-    tokenizer: Tokenizer | None,
-    progress: Progress = silent,
-    asked: bool = False,
+    name: str, records: Sequence[Record], ours: GPT2, tokenizer: Tokenizer | None, asked: bool, progress: Progress = silent
 ) -> RecordReport:
-    """Compute the ``records`` of an official ``model`` with ``ours`` in float32, which takes seconds."""
-    own = [record for record in records if record.model == model]
+    """Compute the ``records`` of the official model ``name`` with ``ours`` in float32, which takes seconds."""
+    own = [record for record in records if record.model == name]
     for number, record in enumerate(own):
         progress(f"public record {number + 1} of {len(own)}: {record.kind}, {record.source.project}")
         if record.kind is Kind.GREEDY_TEXT and tokenizer is None:
             own[number] = replace(record, not_computed="the checkpoint comes without a tokenizer")
         else:
             own[number] = replace(record, ours=_ours(record, ours, tokenizer))
-    return RecordReport(model, tuple(own), asked)
+    return RecordReport(name, tuple(own), asked)
 
 
 def _ours(record: Record, model: GPT2, tokenizer: Tokenizer | None) -> tuple[float, ...] | str:

@@ -112,24 +112,10 @@ def _verified(name: str, settings: VerifySettings) -> Report:
         findings = Findings(rounding, settings.quick, settings.keep_going, progress)
 
         def report(stopped: str = "", public: RecordReport | None = None) -> Report:
-            return Report(
-                model=checkpoint.name,
-                reference=f"transformers {env.versions['transformers']}{given}",
-                revision=checkpoint.revision,
-                parameters=ours.config.num_parameters(),
-                n_layer=ours.config.n_layer,
-                coverage=probe.coverage(ours.config),
-                checks=findings.checks(stopped),
-                files=files,
-                environment=env,
-                seed=settings.seed,
-                seconds=time.perf_counter() - started,
-                official=official,
-                record=public,
-                stopped=stopped,
-                assumed=ours.assumed,
-                outlier=seen.outlier,
-            )
+            config, used = ours.config, f"transformers {env.versions['transformers']}{given}"
+            models = checkpoint.name, used, checkpoint.revision, config.num_parameters(), config.n_layer, probe.coverage(config)
+            measured = findings.checks(stopped), files, env, settings.seed, time.perf_counter() - started
+            return Report(*models, *measured, official, public, stopped, ours.assumed, seen.outlier)
 
         if watch is not None:
             findings.watch = lambda: watch(report(RUNNING))
@@ -140,7 +126,7 @@ def _verified(name: str, settings: VerifySettings) -> Report:
             public = None
             if recorded is not None and all(check.ok for check in findings.checks()):
                 model = make(ours.path, torch.float32)
-                public = compute(recorded, public_record(), model, ours.own_tokenizer(), progress, asked=settings.record)
+                public = compute(recorded, public_record(), model, ours.own_tokenizer(), settings.record, progress)
             return report("", public)
         except DifferenceFound:
             return report(AT_DIFFERENCE)

@@ -24,6 +24,7 @@ from gpt2.measure.tracing import layer_of, root_of, stepwise
 T = TypeVar("T")
 Walk = Callable[[Callable[[T], None]], object]
 Weights = dict[str, nn.Parameter]
+Convert = Callable[[Tensor], Tensor]  # a stored parameter -> its values in the run
 Receive = Callable[[int, int, dict[str, Tensor], Weights], None]  # (layer, sequence, its gradients, the block's parameters)
 TURN = local()  # ``wait``: what a thread calls before a block, to let others compute the same one: it is converted once
 
@@ -106,12 +107,7 @@ class Streamed:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        weights: Callable[[Tensor], Tensor],
-        outside: Callable[[Tensor], Tensor],
-        pulse: Callable[[int], None],
-        receive: Receive | None = None,
+        self, model: nn.Module, weights: Convert, outside: Convert, pulse: Callable[[int], None], receive: Receive | None = None
     ) -> None:
         self.model, self.weights, self.convert_outside, self.pulse, self.receive = model, weights, outside, pulse, receive
         self.again: AbstractContextManager[object] = nullcontext()  # entered where a block is computed again
@@ -141,7 +137,7 @@ class Streamed:
         self.stack.close()
 
     @contextmanager
-    def _placed(self, parameters: Weights, convert: Callable[[Tensor], Tensor]) -> Iterator[None]:
+    def _placed(self, parameters: Weights, convert: Convert) -> Iterator[None]:
         """Give parameters their converted values; afterwards the stored ones, without gradients."""
         stored = {name: p.data for name, p in parameters.items()}
         try:

@@ -22,14 +22,15 @@ from gpt2.traces.result import Trace
 
 STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
 MAX_STEPS = 1000
-Ids = str | Path | Tensor | np.ndarray | list[int] | list[list[int]]
+Targets = Tensor | np.ndarray
+Ids = str | Path | Targets | list[int] | list[list[int]]
 
 
 def trace(
     name: str = DEFAULT,
     *,
     ids: Ids | None = None,
-    targets: Tensor | np.ndarray | None = None,
+    targets: Targets | None = None,
     text: str | None = None,
     tokens: int | None = None,
     gradients: bool = False,
@@ -87,26 +88,13 @@ def trace(
         found |= arrays.gradients(model, batch, kept, loss_only=not gradients)
     if steps:
         found |= arrays.step(model, batch, steps, optim, kept, progress)
-    return Trace(
-        model=name,
-        revision=checkpoint.revision,
-        ids_from=batch.source,
-        dtype=kept_name,
-        arrays=found,
-        config=checkpoint.config,
-        files=files,
-        environment=environment([model.wte.weight.dtype], model.wte.weight.device),
-        settings=arrays.described(optim) if steps else {},
-    )
+    env = environment([model.wte.weight.dtype], model.wte.weight.device)
+    made = found, checkpoint.config, files, env, arrays.described(optim) if steps else {}
+    return Trace(name, checkpoint.revision, batch.source, kept_name, *made)
 
 
 def _batch(
-    checkpoint: Checkpoint,
-    ids: Ids | None,
-    targets: Tensor | np.ndarray | None,
-    text: str | None,
-    tokens: int | None,
-    offline: bool,
+    checkpoint: Checkpoint, ids: Ids | None, targets: Targets | None, text: str | None, tokens: int | None, offline: bool
 ) -> TokenRows:
     if ids is None:
         if targets is not None:

@@ -67,19 +67,11 @@ def list_data(recipe: Recipe, init: str | None = None) -> Listing:
     text = corpus(recipe, tokenizer)
     batch = Feed(text.train_ids, marks=text.train_marks, end=text.end)(recipe, 0)
     windows = zip(batch.x[:WINDOWS].tolist(), batch.y[:WINDOWS].tolist(), strict=True)
-    return Listing(
-        text.tally.get("documents", 1),
-        len(text.train_ids),
-        _scored(text.train_ids, text.train_marks, text.end),
-        len(text.val_ids),
-        _scored(text.val_ids, text.val_marks, text.end),
-        recipe.context,
-        recipe.data.padded,
-        text.tally.get("long"),
-        text.tally.get("lost", 0),
-        text.notes,
-        tuple(_parts(x, y, text) for x, y in windows),
-    )
+    train = _scored(text.train_ids, text.train_marks, text.end)
+    val = _scored(text.val_ids, text.val_marks, text.end)
+    counts = text.tally.get("documents", 1), len(text.train_ids), train, len(text.val_ids), val
+    cut = recipe.context, recipe.data.padded, text.tally.get("long"), text.tally.get("lost", 0)
+    return Listing(*counts, *cut, text.notes, tuple(_parts(x, y, text) for x, y in windows))
 
 
 def _scored(ids: np.ndarray, marks: np.ndarray | None, end: int | None) -> int:

@@ -62,23 +62,15 @@ def train(
         while True:
             begin = partial(start, recipe, folder, init, fresh and not rewind, ranks)
             try:
-                return _train(recipe, begin, folder, ranks, report, rewind, signals)
+                return _train(partial(_Run, recipe, begin, folder, ranks, report), rewind, signals)
             except Rewind as request:
                 rewind = request.with_traceback(None)  # whose frames hold the model and the moments
 
 
-def _train(
-    recipe: Recipe,
-    begin: Callable[[], Start],
-    folder: Path,
-    ranks: Ranks,
-    report: Listener,
-    rewind: Rewind | None,
-    signals: list[int],
-) -> Result:
+def _train(opened: Callable[[ExitStack], "_Run"], rewind: Rewind | None, signals: list[int]) -> Result:
     """Train until the end or a rewind. Separate, because freeing DDP's objects after the process group is destroyed hangs."""
     with ExitStack() as stack:
-        run = _Run(recipe, begin, folder, ranks, report, stack)
+        run = opened(stack)
         interrupted = stack.enter_context(interruptions(signals))
         run.announce()
         return run(run.rewound(rewind) if rewind else run.resumed, interrupted)

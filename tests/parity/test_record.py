@@ -58,16 +58,16 @@ def test_every_kind_is_reproduced_and_a_wrong_one_is_refused(checkpoint: Path, r
     model, tokenizer = stored.load(torch.float32), stored.tokenizer()
     record = next(record for record in recorded if record.kind is kind)
     whole = f"{record.numbers} of {record.numbers} numbers recorded by 1 other project"
-    assert compute("gpt2", [record], model, tokenizer).line() == whole
-    report = compute("gpt2", [wrong(record)], model, tokenizer)
+    assert compute("gpt2", [record], model, tokenizer, False).line() == whole
+    report = compute("gpt2", [wrong(record)], model, tokenizer, False)
     assert not report.ok
     assert f"{record.numbers - 1} of {record.numbers} numbers" in report.line()
     assert f"first that differs: {kind}" in report.line()
-    assert ("1 not computed" in compute("gpt2", [record], model, None).line()) == (kind is Kind.GREEDY_TEXT)
+    assert ("1 not computed" in compute("gpt2", [record], model, None, False).line()) == (kind is Kind.GREEDY_TEXT)
     with torch.no_grad():
         model.ln_f.weight.fill_(torch.nan)  # NaN compares as False
     if record.tolerance:
-        assert f"0 of {record.numbers} numbers" in compute("gpt2", [record], model, tokenizer).line()
+        assert f"0 of {record.numbers} numbers" in compute("gpt2", [record], model, tokenizer, False).line()
 
 
 def test_verify_of_official_files(checkpoint: Path, recorded: tuple[Record, ...], monkeypatch, tmp_path: Path, capsys) -> None:
