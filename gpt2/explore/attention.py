@@ -66,4 +66,4 @@ def _heads(maps: Tensor, moved: Tensor | None) -> tuple[Head, ...]:
     if moved is not None:
         figures["moved"] = moved
     places = product(range(maps.size(0)), range(maps.size(1)))
-    return tuple(Head(layer, head, **{name: float(each[layer, head]) for name, each in figures.items()}) for layer, head in places)
+    return tuple(Head(layer, h, **{name: float(each[layer, h]) for name, each in figures.items()}) for layer, h in places)
