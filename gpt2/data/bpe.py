@@ -1,6 +1,7 @@
-"""Make a byte-level BPE with GPT-2's own settings: from its vocabulary and merges, or trained on a text."""
+"""Make a byte-level BPE with GPT-2's own settings: from its vocabulary and merges, trained on a text, or of a text's words."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -9,7 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors,
 from tokenizers import Tokenizer as Pipeline
 
 from gpt2.config import quoted
-from gpt2.data.byte_level import N_BYTES, Merges, byte_alphabet, openai_byte_order
+from gpt2.data.byte_level import N_BYTES, PATTERN, Merges, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
 from gpt2.data.library import LibraryTokenizer, library, template_around
 from gpt2.data.tokenizer import refuse_surrogates
@@ -63,7 +64,7 @@ def made_bpe(
         return LibraryTokenizer(backend, roles=roles, merges=merges)
 
 
-def entries_wanted(vocab_size: int, text: str) -> int:
+def _entries_wanted(vocab_size: int, text: str) -> int:
     """Return the entries beside the bytes and the end of text. Raises InputError: below 0, or a lone surrogate in the text."""
     if vocab_size <= N_BYTES:
         raise InputError(f"vocab_size {vocab_size} is too small: 256 bytes and {END_OF_TEXT} need 257")
@@ -71,7 +72,7 @@ def entries_wanted(vocab_size: int, text: str) -> int:
     return vocab_size - N_BYTES - 1
 
 
-def too_few(vocab_size: int, text: str, there: int, what: str) -> InputError:
+def _too_few(vocab_size: int, text: str, there: int, what: str) -> InputError:
     """Return the error of a text that has only so many merges or words."""
     given = f"vocab_size {vocab_size} is too large for this text of {len(text):,} characters, which has only {there:,} {what}"
     return InputError(f"{given}; ask for at most {N_BYTES + there + 1}, or give more text")
@@ -79,13 +80,32 @@ def too_few(vocab_size: int, text: str, there: int, what: str) -> InputError:
 
 def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
     """Train a byte-level BPE of `vocab_size` tokens on `text`; deterministic. Raises InputError: below 257, or too few merges."""
-    n_merges = entries_wanted(vocab_size, text)
+    n_merges = _entries_wanted(vocab_size, text)
     tokenizer = byte_level_pipeline({}, [])
     alphabet = list(byte_alphabet())
     trainer = trainers.BpeTrainer(vocab_size=N_BYTES + n_merges, initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
     merges = [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
     if len(merges) != n_merges:
-        raise too_few(vocab_size, text, len(merges), "merges")
+        raise _too_few(vocab_size, text, len(merges), "merges")
     tokens = [*openai_byte_order(), *(a + b for a, b in merges), END_OF_TEXT]
     return made_bpe({token: i for i, token in enumerate(tokens)}, merges, [END_OF_TEXT], roles=ends(END_OF_TEXT))
+
+
+def words_of(text: str, vocab_size: int) -> LibraryTokenizer:
+    """Return a tokenizer of the 256 bytes, the most frequent words of two bytes or more, and the end of text.
+
+    Words have the space before them, ties are in text order. Other words are bytes, so bits per byte compare with other models'.
+    For the library it is a byte-level BPE without merges that accepts whole pieces. Raises InputError: `vocab_size` below 257, or
+    too few words.
+    """
+    import regex  # also a dependency of tiktoken; `re` does not know \p{L}
+
+    wanted, alphabet = _entries_wanted(vocab_size, text), byte_alphabet()
+    counts = Counter(piece for piece in regex.findall(PATTERN, text) if len(piece.encode()) > 1)
+    if len(counts) < wanted:
+        raise _too_few(vocab_size, text, len(counts), "different words")
+    words = ("".join(alphabet[byte] for byte in word.encode()) for word, _ in counts.most_common(wanted))
+    tokens = [*openai_byte_order(), *words, END_OF_TEXT]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    return made_bpe(vocab, [], [END_OF_TEXT], roles=ends(END_OF_TEXT), ignore_merges=True)

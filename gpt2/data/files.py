@@ -61,6 +61,15 @@ def read_all(path: str | os.PathLike[str], most: int = MOST) -> bytes:
     return data
 
 
+@contextlib.contextmanager
+def reading(path: str | os.PathLike[str], advice: str, kind: type[InputError] = InputError) -> Iterator[None]:
+    """Turn an OSError of what is read into an error of one line, which names the path and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{path}: cannot be read ({error.strerror or error}); {advice}") from None
+
+
 def read(path: Path) -> bytes:
     """Read a small file of a checkpoint. Raises InputError: no file, too large, a link to nothing, or a git-lfs pointer."""
     try:

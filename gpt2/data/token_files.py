@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from gpt2.data.files import opened
+from gpt2.data.files import opened, reading
 from gpt2.errors import InputError, user_path
 
 TRAIN, VAL = "train.bin", "val.bin"
@@ -22,11 +22,8 @@ def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np
     """
     files = []
     for path in (user_path(directory) / TRAIN, user_path(directory) / VAL):
-        try:
+        with reading(path, f"give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"):
             size = path.stat().st_size
-        except OSError as error:
-            remedy = f"give a folder with {TRAIN} and {VAL}, --set data.tokens=DIR"
-            raise InputError(f"{path}: cannot be read ({error.strerror}); {remedy}") from None
         if size == 0 or size % 2:
             raise InputError(f"{path}: {size} bytes are not a positive number of uint16 ids; write the file again")
         ids = mapped(path, "<u2")

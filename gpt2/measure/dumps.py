@@ -20,7 +20,7 @@ from gpt2.checkpoint.containers import MappedFile, shown
 from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, magic_of
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.config import GPT2Config
-from gpt2.data.files import opened
+from gpt2.data.files import opened, reading
 from gpt2.errors import InputError, printable, require_memory, user_path
 from gpt2.measure.tracing import points_size
 
@@ -176,11 +176,8 @@ def _tensor(value: Any, where: str) -> Tensor:
 
 def read_npy(path: Path, most: float = math.inf) -> np.ndarray:
     """Return the array in a file. Raises InputError: more than ``most`` bytes, damaged, or no array of numbers."""
-    try:
-        with opened(path) as file:
-            return _read(file, str(path), path.stat().st_size, most)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror or error}); give a .npy file") from None
+    with reading(path, "give a .npy file"), opened(path) as file:
+        return _read(file, str(path), path.stat().st_size, most)
 
 
 def read_npz(path: Path, most: float = math.inf) -> Iterator[tuple[str, np.ndarray]]:

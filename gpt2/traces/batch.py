@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.config import GPT2Config, quoted
-from gpt2.data.files import decoded, read_all
+from gpt2.data.files import decoded, read_all, reading
 from gpt2.errors import InputError
 from gpt2.measure.dumps import read_npy
 from gpt2.measure.texts import OWN_FILE, open_text
@@ -68,10 +68,8 @@ def read_ids(path: str | Path) -> np.ndarray:
     path = Path(path)
     if path.suffix == ".npy":
         return read_npy(path, MAX_BYTES)
-    try:
+    with reading(path, "give a file of ids"):
         return _parsed(decoded(read_all(path, MAX_BYTES), path), path)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give a file of ids") from None
 
 
 def _parsed(text: str, path: Path) -> np.ndarray:

@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from gpt2.config import number
-from gpt2.data.files import read_all
+from gpt2.data.files import read_all, reading
 from gpt2.errors import InputError, printable
 
 METRICS, RECIPE = "metrics.jsonl", "recipe.json"
@@ -77,11 +77,8 @@ def read(folders: Sequence[str | Path]) -> list[Run]:
 
 def lines_of(path: Path) -> list[str]:
     """Return the lines of metrics.jsonl, the last of which may be cut. Raises InputError: it cannot be read."""
-    try:
+    with reading(path, "give the folder of a run, as gpt2 train --out made it"):
         return read_all(path).decode(errors="replace").splitlines()
-    except OSError as error:
-        why = f"cannot be read ({error.strerror}); give the folder of a run, as gpt2 train --out made it"
-        raise InputError(f"{path}: {why}") from None
 
 
 def row_of(line: str) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gpt2.config import quoted
 from gpt2.data import files
-from gpt2.data.files import link_to_nothing, opened
+from gpt2.data.files import link_to_nothing, opened, reading
 from gpt2.errors import CheckpointError, InputError
 
 T = TypeVar("T")
@@ -82,11 +82,9 @@ class MappedFile:
         """Read up to ``count`` bytes from ``start``; none if ``start`` is outside the file."""
         if not 0 <= start < self.size:
             return b""
-        try:
+        with reading(self.path, "check its disk", CheckpointError):
             self.file.seek(start)
             return self.file.read(min(count, self.size - start))
-        except OSError as error:
-            raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
 
     def tensor(
         self, start: int, shape: tuple[int, ...], stored: torch.dtype, dtype: torch.dtype | None = None, *, mapped: bool = True
@@ -129,10 +127,8 @@ class MappedFile:
     def _fill(self, flat: Tensor) -> None:
         room = flat.view(torch.uint8).numpy().data
         while room:
-            try:
+            with reading(self.path, "check its disk", CheckpointError):
                 count = self.file.readinto(room)
-            except OSError as error:
-                raise CheckpointError(f"{self.path}: cannot be read ({error.strerror}); check its disk") from None
             if not count:
                 raise CheckpointError(f"{self.path}: was cut short while it was read; fetch it again")
             room = room[count:]

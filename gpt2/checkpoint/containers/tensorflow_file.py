@@ -24,6 +24,7 @@ from torch import Tensor
 from gpt2.checkpoint import containers
 from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Refused, countable, refuse_other_format, shown
 from gpt2.config import quoted
+from gpt2.data.files import reading
 from gpt2.errors import CheckpointError
 
 # TensorFlow's dtype numbers (core/framework/types.proto) of weights and counters.
@@ -191,13 +192,11 @@ def _shape(message: bytes) -> tuple[int, ...]:
 def checkpoint_prefix(directory: Path) -> Path | None:
     """Return the prefix of a directory's checkpoint, or None. Raises CheckpointError: the named one is missing, or several."""
     state, text = directory / "checkpoint", b""
-    try:
+    with reading(directory, "check that it is yours to read", CheckpointError):
         there = sorted(entry.name for entry in directory.iterdir() if not entry.is_dir())
-        indexes = [name for name in there if name.endswith(".index")]
-        if state.name in there:
-            text = MappedFile(state).bytes(0, containers.HEADER_LIMIT)
-    except OSError as error:
-        raise CheckpointError(f"{directory}: cannot be read ({error.strerror}); check that it is yours to read") from None
+    indexes = [name for name in there if name.endswith(".index")]
+    if state.name in there:
+        text = MappedFile(state).bytes(0, containers.HEADER_LIMIT)
     line = re.search(rb'^model_checkpoint_path:[ \t]*"((?:[^"\\\r\n]|\\.)*+)"', text, re.MULTILINE)
     if line is not None:
         name = re.split(r"[/\\]", line[1].decode("utf-8", "replace"))[-1]
