@@ -102,9 +102,7 @@ def render(record: CardFacts) -> str:
     if run:
         named = partial(EvalResult, task_type=task, dataset_type=run.dataset or "text", dataset_name=run.text)
         data.model_name, figures = record.title, ((kind, values[0]) for kind, values in run.figures.items())
-        data.eval_results = [
-            named(metric_type=kind, metric_value=value, metric_name=f"{kind}, {run.protocol}") for kind, value in figures
-        ]
+        data.eval_results = [named(metric_type=k, metric_value=value, metric_name=f"{k}, {run.protocol}") for k, value in figures]
     known: dict[str, Any] = {**vars(record), "line": partial(printable, one_line=True), "code": _code, "fenced": _fenced}
     card = str(ModelCard.from_template(data, str(Path(__file__).with_name("card.md.jinja")), repo=PLACEHOLDER, **known))
     return _marked(re.sub("\n{3,}", "\n\n", card).replace("\0", "\n").rstrip() + "\n\n")

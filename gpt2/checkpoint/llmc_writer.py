@@ -58,12 +58,8 @@ def state_pieces(
     config: GPT2Config, ids: Tensor, targets: Tensor, logits: Tensor, loss: Tensor, gradients: Mapping[str, Tensor]
 ) -> Pieces:
     """Return a debug state's pieces: ids and next ids (B, T), logits (B, T, V), the loss, every parameter's gradient."""
-    rows, tokens = ids.shape
-    return _pieces(
-        header(STATE, STATE_VERSION, rows, tokens),
-        iter([ids.to(torch.int32), targets.to(torch.int32), logits.float(), loss.float()]),
-        _as_stored(gradients, config, torch.float32),
-    )
+    numbers = iter([ids.to(torch.int32), targets.to(torch.int32), logits.float(), loss.float()])
+    return _pieces(header(STATE, STATE_VERSION, *ids.shape), numbers, _as_stored(gradients, config, torch.float32))
 
 
 def _as_stored(tensors: Mapping[str, Tensor], config: GPT2Config, dtype: torch.dtype) -> Iterator[Tensor]:

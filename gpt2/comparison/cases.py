@@ -148,9 +148,8 @@ def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: in
     (cases, labelled), said = read_cases(table), list[Said]()
     context, _ = of_run(user_path(table if isinstance(table, str) else table.path))
     bootstrap = Bootstrap(len(cases), seed, groups=torch.arange(len(cases)))
-    names = next(
-        (each.classifier.classes for each in models if each.classifier), tuple({case[1][0].strip(): 0 for case in cases})
-    )
+    labels = tuple(dict.fromkeys(case[1][0].strip() for case in cases))
+    names = next((each.classifier.classes for each in models if each.classifier), labels)
     for each in models:
         if each.recording is not None or each.text_tokenizer is None:
             raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")

@@ -70,10 +70,8 @@ def coloured(extracts: Sequence[tuple[str, Sequence[Word]]], scale: float, names
     drawn = []
     for remark, words in extracts:
         shades = (shade(math.sqrt(word.js / scale) if word.js > 0 else word.js) for word in words)
-        tokens = (
-            token.format(level, " nl" * ("\n" in word.text), tip(word, names), readable(word.text))
-            for level, word in zip(shades, words, strict=True)
-        )
+        each = zip(shades, words, strict=True)
+        tokens = (token.format(n, " nl" * ("\n" in word.text), tip(word, names), readable(word.text)) for n, word in each)
         drawn.append(text.format("" if remark else " long", Markup("").join(tokens), remark))
     key = Markup('<p class="key">equal<span class="ramp"></span>JS {}</p>').format(number(scale, ".2g"))
     return key + Markup('<div class="extracts">{}</div>').format(Markup("").join(drawn))

@@ -168,7 +168,7 @@ def measure(
             distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), bootstrap)
             language, logp = distributions.b, (measured.logp_a, measured.logp_b)
             if Shown.LOGITS in parts and a.text_tokenizer is not None and b.text_tokenizer is not None:
-                words = compare_words(a, b, (a.text_tokenizer, b.text_tokenizer), measured, passage, progress=progress)
+                words = compare_words([(a, a.text_tokenizer), (b, b.text_tokenizer)], measured, passage, progress)
             del measured
         else:
             language = in_its_tokens(b, passage, seed)

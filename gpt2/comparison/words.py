@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ SHOWN = 1500  # tokens of the text that a report shows individually
 PASSAGE = 16  # tokens
 PROMPT = 16  # tokens
 NEW_TOKENS = 24  # tokens that both models generate from each prompt
+Both = Sequence[tuple[Side, Tokenizer]]  # the two models
 
 
 @dataclass(frozen=True)
@@ -91,14 +92,12 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
     return worst
 
 
-def compare_words(
-    a: Side, b: Side, tokenizers: tuple[Tokenizer, Tokenizer], measured: Tokens, text: Passage, *, progress: Progress
-) -> Words:
+def compare_words(both: Both, measured: Tokens, text: Passage, progress: Progress) -> Words:
     """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
 
     Nothing is continued where a side is a recording of this text.
     """
-    ids, context = text.ids, text.windows.context
+    ids, context, tokenizers = text.ids, text.windows.context, [tokenizer for _, tokenizer in both]
 
     def word(at: int) -> Word:
         probabilities = float(measured.logp_a[at].exp()), float(measured.logp_b[at].exp())
@@ -113,22 +112,20 @@ def compare_words(
     starts = dict.fromkeys([0, *(passage.start for passage in worst[:2])])
     prompts = [ids[start : start + length].tolist() for start in starts if start + length <= len(ids)]
     rows: tuple[Continuation, ...] = ()
-    if prompts and length and a.recording is b.recording is None:
+    if prompts and length and not any(side.recording for side, _ in both):
         progress("words: continuing prompts")
-        rows = continuations(a, b, tokenizers, prompts, min(NEW_TOKENS, context - length))
+        rows = continuations(both, prompts, min(NEW_TOKENS, context - length))
     return Words(tuple(words), tuple(worst), rows)
 
 
-def continuations(
-    a: Side, b: Side, tokenizers: tuple[Tokenizer, Tokenizer], prompts: list[list[int]], new_tokens: int
-) -> tuple[Continuation, ...]:
+def continuations(both: Both, prompts: list[list[int]], new_tokens: int) -> tuple[Continuation, ...]:
     """Continue prompts of one length with both models, greedily."""
-    ids, both, rows = torch.tensor(prompts), zip((a, b), tokenizers, strict=True), []
+    ids, rows = torch.tensor(prompts), []
     new = zip(*(continued(each, ids, own, new_tokens) for each, own in both), strict=True)
     for prompt, texts in zip(prompts, new, strict=True):
         parts_at = next((index for index, (x, y) in enumerate(itertools.zip_longest(*texts)) if x != y), None)
-        said_a, said_b = (own.decode(ids) for own, ids in zip(tokenizers, texts, strict=True))
-        rows.append(Continuation(tokenizers[0].decode(prompt), said_a, said_b, parts_at))
+        said_a, said_b = (own.decode(ids) for (_, own), ids in zip(both, texts, strict=True))
+        rows.append(Continuation(both[0][1].decode(prompt), said_a, said_b, parts_at))
     return tuple(rows)
 
 

@@ -65,9 +65,8 @@ class AttentionReport(Printed):
     def sections(self) -> Iterator[Section]:
         """Yield the notable heads with the reason, and on pages one head in the text, a picture of all, and all figures."""
         yield Section(note=("\nattention of ", bold(self.a), *((" → ", bold(self.b)) if self.b else ())))
-        yield Section(
-            note=dim(f"{len(self.heads)} heads, {len(self.tokens)} tokens; shares of attention, on average over the tokens")
-        )
+        shares = "shares of attention, on average over the tokens"
+        yield Section(note=dim(f"{len(self.heads)} heads, {len(self.tokens)} tokens; {shares}"))
         look = "point at a token, tap it or use the arrow keys: the tokens that it looks at are coloured"
         yield Section("One head, in the text", look, chart=self._chooser)
         note = "a row is a token: how its attention is divided among the tokens up to itself; colour is the root of the weight"
@@ -77,9 +76,8 @@ class AttentionReport(Printed):
             yield Section(f"B, {self.b}", note, chart=partial(picture, self.maps_b, self.tokens, signed=False))
         yield Section(f"A, {self.a}", note, chart=partial(picture, self.maps, self.tokens, signed=False))
         figures = numbers("looks back", "entropy", "previous", "first", "itself", *(["moved"] if self.b else []))
-        rows: list[list[Line]] = [
-            [f"h.{head.layer} head {head.head}", *self._figures(head), dim(why)] for head, why in self.notable()
-        ]
+        rows: list[list[Line]]
+        rows = [[f"h.{head.layer} head {head.head}", *self._figures(head), dim(why)] for head, why in self.notable()]
         yield Section(columns=("head", *figures, ""), rows=rows)
         each = [("", self.heads)] if self.maps_b is None else [(" in A", self.heads), (" in B", self.heads_b)]
         all = [(f"h.{head.layer} head {head.head}{side}", *self._figures(head)) for side, heads in each for head in heads]

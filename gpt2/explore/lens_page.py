@@ -83,9 +83,8 @@ class Exploration(Printed):
         for letter, name, lens in zip("ab", self.legend, self.lenses, strict=False):
             who = Styled(name, letter) if len(self.lenses) == 2 else "The model"
             best = lens.readings[-1][-1].top[0]
-            yield Section(
-                note=(who, " continues with ", bold(f"“{_shown(best.text).strip()}”"), dim(f" {percent(best.probability)}"))
-            )
+            said = bold(f"“{_shown(best.text).strip()}”"), dim(f" {percent(best.probability)}")
+            yield Section(note=(who, " continues with ", *said))
 
     def origin(self, page: str) -> Iterator[Section]:
         """Yield how to make the page again."""

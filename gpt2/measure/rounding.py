@@ -237,9 +237,7 @@ class _Noise(TorchDispatchMode):
                     self._store(part)
         return result
 
-    def _norm_gradients(
-        self, result: tuple[Tensor, ...], upstream: Tensor, x: Tensor, shape: Any, mean: Tensor, root: Tensor, *_: Any
-    ) -> Any:
+    def _norm_gradients(self, result: Any, upstream: Tensor, x: Tensor, shape: Any, mean: Tensor, root: Tensor, *_: Any) -> Any:
         """Round the gradients of a layer norm as kernels for 16-bit numbers do: they keep the sums over the rows in 16 bits.
 
         Float32 does not come here: :class:`Steps` computes its norms, and their gradients' sums have the account of any sum.

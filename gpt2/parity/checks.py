@@ -51,7 +51,7 @@ class Probe:
     """The token ids to run.
 
     ``windows`` (W, P) are whole contexts, or (1, 128) the beginning of one. ``rows`` (3, T) are traced, and also read with
-    ``padding`` on the left. ``short`` (16, t + 1) and ``long`` (2, L + 1) are sequences to train on.
+    padding on the left. ``short`` (16, t + 1) and ``long`` (2, L + 1) are sequences to train on.
     """
 
     windows: Tensor
@@ -79,19 +79,12 @@ class Probe:
         which = "all" if tokens == config.n_positions else "the first"
         return f"{seen:,} of {config.vocab_size:,} ids at {which} {tokens:,} positions"
 
-    @property
-    def padding(self) -> tuple[int, ...]:
-        """The number of padding tokens of each row when it is read with padding."""
-        tokens = self.rows.size(1)
-        return 0, tokens // 3, tokens // 2
-
     def padded(self) -> tuple[Tensor, Tensor]:
-        """Return the rows with padding on the left (3, T), and their mask."""
-        shifted = [row.roll(count) for row, count in zip(self.rows, self.padding, strict=True)]
-        mask = torch.ones_like(self.rows)
-        for row, count in zip(mask, self.padding, strict=True):
-            row[:count] = 0
-        return torch.stack(shifted), mask
+        """Return the rows (3, T) behind padding on the left, of which the first has none, and their mask."""
+        tokens = self.rows.size(1)
+        counts = 0, tokens // 3, tokens // 2
+        shifted = torch.stack([row.roll(count) for row, count in zip(self.rows, counts, strict=True)])
+        return shifted, (torch.arange(tokens) >= torch.tensor(counts)[:, None]).long()
 
 
 @dataclass
@@ -132,11 +125,8 @@ class Subject:
     @contextmanager
     def noisily(self, model: nn.Module, what: str, seed: int, receive: Receive | None = None) -> Iterator[Streamed]:
         """Return a context in which a ``noisy`` model computes in float64, each result off by a rounding to ``dtype``."""
-        with (
-            self.exactly(model, f"{what}, with random rounding errors", receive) as streamed,
-            rounding_noise(self.dtype, seed) as steps,
-        ):
-            streamed.again = steps
+        exactly = self.exactly(model, f"{what}, with random rounding errors", receive)
+        with exactly as streamed, rounding_noise(self.dtype, seed) as streamed.again:
             yield streamed
 
     @cached_property

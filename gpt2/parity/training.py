@@ -144,10 +144,8 @@ def gradients(subject: Subject) -> None:
     """Compare loss, gradients and AdamW steps in float64, and that clipping's norm is of each of these parameters once."""
     findings, sequences = subject.findings, subject.probe.long
     models = {"transformers": subject.reference, "ours": subject.ours}
-    walks = [
-        _backward(model, sequences, partial(subject.exactly, model, f"float64: gradients, {name}"))
-        for name, model in models.items()
-    ]
+    runs = {model: partial(subject.exactly, model, f"float64: gradients, {name}") for name, model in models.items()}
+    walks = [_backward(model, sequences, run) for model, run in runs.items()]
     theirs, own = (_Optimizer(sequences[:, :-1].unique(), torch.float64) for _ in models)
     worst, compared = dict[str, float](), set[str]()
     with closing(lockstep(*walks)) as steps:

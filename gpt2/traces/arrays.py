@@ -43,6 +43,7 @@ POINTS = {
 KEYS = ("optim.lr", "optim.beta1", "optim.beta2", "optim.weight_decay", "optim.clip")
 GRADIENT = "grad."  # before a parameter's name
 STEP = re.compile(r"step(\d+)\.")  # likewise
+Named = Iterator[tuple[str, Tensor]]  # arrays by name
 
 
 def meaning(name: str) -> str:
@@ -71,7 +72,7 @@ def stored(tensor: Tensor, dtype: torch.dtype, name: str) -> Tensor:
     return kept
 
 
-def forward(model: GPT2, batch: TokenRows, dtype: torch.dtype, progress: Progress) -> Iterator[tuple[str, Tensor]]:
+def forward(model: GPT2, batch: TokenRows, dtype: torch.dtype, progress: Progress) -> Named:
     """Yield every point of :mod:`gpt2.measure.tracing` in the order of computation; one block at a time is in float64."""
     yield "ids", batch.ids.to(torch.int32)
     for number, block in enumerate(trace_blocks(model, batch.ids)):
@@ -89,7 +90,7 @@ def backward(model: GPT2, batch: TokenRows) -> Tensor:
     return loss.detach()
 
 
-def gradients(model: GPT2, batch: TokenRows, dtype: torch.dtype, *, loss_only: bool = False) -> Iterator[tuple[str, Tensor]]:
+def gradients(model: GPT2, batch: TokenRows, dtype: torch.dtype, *, loss_only: bool = False) -> Named:
     """Yield the targets, the loss, and unless ``loss_only`` every parameter's gradient."""
     if not bool((batch.targets != NO_TARGET).any()):
         raise InputError("no token has a next one, so there is no loss; give rows of two tokens or more")
@@ -130,9 +131,7 @@ def described(optim: Optim) -> dict[str, object]:
     return {**values, **fixed}
 
 
-def step(
-    model: GPT2, batch: TokenRows, count: int, optim: Optim, dtype: torch.dtype, progress: Progress
-) -> Iterator[tuple[str, Tensor]]:
+def step(model: GPT2, batch: TokenRows, count: int, optim: Optim, dtype: torch.dtype, progress: Progress) -> Named:
     """Train ``model`` in place for ``count`` steps; yield every parameter after each, and at the end all losses, (count + 1,).
 
     One step: gradients of the mean loss over the batch, clipped to a norm of ``optim.clip`` (0: never), then AdamW. No dropout.

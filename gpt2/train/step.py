@@ -39,11 +39,9 @@ def optimizer_step(
         feed.ahead(recipe, step + 1)
         return 0.0, 0.0
     losses = []  # read after all parts are launched, because each read waits for the GPU
+    mixed = torch.autocast(ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16")
     for index in range(n):
-        with (
-            parallel.synchronised(scored, index == n - 1),
-            torch.autocast(ranks.device.type, torch.bfloat16, enabled=recipe.precision == "bf16"),
-        ):
+        with parallel.synchronised(scored, index == n - 1), mixed:
             # DDP and FSDP average over ranks. A part counts by its scored tokens: if all are scored, the divisor is n.
             count = scored_rows[index].sum().item() * ranks.size
             loss = scored(x[index], y[index], apart[index]) / (total / count if count else math.inf)

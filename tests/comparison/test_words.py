@@ -54,10 +54,10 @@ class Counting(Side):
 
 def test_continuations_part_where_they_part() -> None:
     """The position counts from the first new token; None if both texts are equal."""
-    tokenizers, prompts = (Counting.tokenizer,) * 2, [[0, 1], [3, 4]]
-    found = continuations(Counting(99), Counting(4), tokenizers, prompts, 4)
+    tokenizer, prompts = Counting.tokenizer, [[0, 1], [3, 4]]
+    found = continuations([(Counting(99), tokenizer), (Counting(4), tokenizer)], prompts, 4)
     assert [(row.prompt, row.a, row.b, row.parts_at) for row in found] == [("ab", "cdea", "cdaa", 2), ("de", "abcd", "abaa", 2)]
-    same = continuations(Counting(99), Counting(99), tokenizers, prompts, 4)
+    same = continuations([(Counting(99), tokenizer)] * 2, prompts, 4)
     assert all(row.parts_at is None and row.a == row.b for row in same)
 
 

@@ -134,11 +134,8 @@ class TraceSide(Side):
         tokens, held = ids.size(1), self.recording.windows.context + 1
         if tokens > held or not torch.equal(ids[0].long(), self.recording.ids[:tokens]):
             raise InputError(f"{self.name}: holds activations of its first {held} tokens; compare it without another text")
-        cut = {
-            name: tensor[:, :, :tokens, :tokens] if name.endswith(SQUARE) else tensor[:, :tokens]
-            for name, tensor in self.activations.items()
-        }
-        yield from grouped(cut)
+        every = self.activations.items()
+        yield from grouped({name: x[..., :tokens, :tokens] if name.endswith(SQUARE) else x[:, :tokens] for name, x in every})
 
     def describe(self) -> ComparedModel:
         return self.model
@@ -187,5 +184,4 @@ def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
             yield keeping
             assert next(rest, None) is None, "a window was not asked for"
     except OSError as error:
-        why = f"cannot be written ({error.strerror or error}); choose another place, or make room"
-        raise InputError(f"{path}: {why}") from error
+        raise InputError(f"{path}: cannot be written ({error.strerror or error}); choose another place, or make room") from error
