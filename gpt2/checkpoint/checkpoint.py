@@ -153,8 +153,7 @@ class AdaptedCheckpoint(StoredCheckpoint):
 
     def reader(self, *, mapped: bool = True) -> Reader:
         read = self.base.reader(mapped=mapped)
-        tied = self.base.config.tie_word_embeddings
-        source = {HEAD: "wte.weight"} if tied else {}  # the base's, before the adapter
+        source = {HEAD: "wte.weight"} if self.base.config.tie_word_embeddings else {}  # the base's, before the adapter
         return lambda name, dtype: self.adapter.merge(name, lambda wide: read(source.get(name, name), wide), dtype)
 
     def tokenizer(self) -> Tokenizer:

@@ -60,8 +60,7 @@ def as_stored(name: str, tensor: Tensor, type: str) -> Tensor:
     if kind.block == 1:
         return tensor.to(kind.dtype).float()
     rows = tensor.t() if name.startswith("h.") else tensor
-    stored = _quantised(rows.float().contiguous())
-    values = dequantised(stored).view(rows.shape)
+    values = dequantised(_quantised(rows.float().contiguous())).view(rows.shape)
     return values.t() if name.startswith("h.") else values
 
 

@@ -39,8 +39,7 @@ def model_pieces(model: GPT2, type: str, name: str) -> Pieces:
     config, state = model.config, model.state_dict()
     require_expressible(config, name)
     sizes = (config.n_positions, config.vocab_size, config.n_layer, config.n_head, config.n_embd, padded_rows(config.vocab_size))
-    first = header(MODEL, VERSIONS[type], *sizes)
-    return _pieces(first, _as_stored(state, config, DTYPES[type]))
+    return _pieces(header(MODEL, VERSIONS[type], *sizes), _as_stored(state, config, DTYPES[type]))
 
 
 def tokenizer_file(tokenizer: Tokenizer, eot: int) -> bytes:

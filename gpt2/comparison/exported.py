@@ -190,8 +190,7 @@ class _Check:
 
     def _loader(self) -> Outcome:
         """Every parameter, read by our own loader."""
-        loaded = open_path(self.folder if self.done.format == "hf" else self.folder / self.done.files[0].name)
-        read = loaded.reader()
+        read = open_path(self.folder if self.done.format == "hf" else self.folder / self.done.files[0].name).reader()
         return self._values({name: read(name, torch.float64) for name in self.weights})
 
     def _transformers(self) -> Outcome:
@@ -229,8 +228,7 @@ def as_llama(model: GPT2, types: Mapping[str, str]) -> GPT2:
     for number, block in enumerate(model.h):
         block.mlp.activation = _table_gelu
         for part in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            conv = block.get_submodule(part)
-            conv.register_forward_pre_hook(_rounding(types[f"h.{number}.{part}.weight"]))
+            block.get_submodule(part).register_forward_pre_hook(_rounding(types[f"h.{number}.{part}.weight"]))
     table = model.head_table.weight
     head = _rounding(types[head_name(types)])
     model.head = lambda hidden: F.linear(head(model, (hidden,))[0], table)  # type: ignore[method-assign]

@@ -92,8 +92,7 @@ def batch(
         starts = np.array([_order(windows, seed, draw // windows)[draw % windows] for draw in draws]) * stride
     else:
         starts = np.random.default_rng((seed, step)).integers(0, len(ids) - context, size)
-    own = starts[rank * (size // ranks) : (rank + 1) * (size // ranks)]
-    places = own[:, None] + np.arange(context + 1)
+    places = starts[rank * (size // ranks) : (rank + 1) * (size // ranks)][:, None] + np.arange(context + 1)
     tokens = np.asarray(ids[places], dtype=np.int64)
     targets = tokens[:, 1:]
     return tokens[:, :-1], targets if marks is None else np.where(marks[places[:, 1:]] == SCORED, targets, UNSCORED)

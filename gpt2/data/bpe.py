@@ -82,8 +82,7 @@ def train_bpe(text: str, vocab_size: int) -> LibraryTokenizer:
     """Train a byte-level BPE of `vocab_size` tokens on `text`; deterministic. Raises InputError: below 257, or too few merges."""
     n_merges = _entries_wanted(vocab_size, text)
     tokenizer = byte_level_pipeline({}, [])
-    alphabet = list(byte_alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=N_BYTES + n_merges, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(vocab_size=N_BYTES + n_merges, initial_alphabet=list(byte_alphabet()), show_progress=False)
     tokenizer.train_from_iterator([text], trainer)
     merges = [(a, b) for a, b in json.loads(tokenizer.to_str())["model"]["merges"]]
     if len(merges) != n_merges:

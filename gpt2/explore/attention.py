@@ -39,8 +39,7 @@ def compare_attention(a: str, b: str | None, text: str, *, device: str = "cpu", 
         with side:
             maps.append(attention_maps(side.program, torch.tensor([ids])))
     report = summarise_attention(a, b, tuple(tokenizers[0].shown(index) for index in ids), *maps)
-    env = environment_of(sides)
-    return replace(report, models=tuple(side.describe() for side in sides), environment=env)
+    return replace(report, models=tuple(side.describe() for side in sides), environment=environment_of(sides))
 
 
 def summarise_attention(

@@ -84,8 +84,7 @@ def forward(model: GPT2, batch: TokenRows, dtype: torch.dtype, progress: Progres
 def backward(model: GPT2, batch: TokenRows) -> Tensor:
     """Put the gradients of the mean loss over the known targets into the parameters; return that loss, a scalar."""
     known = batch.targets != NO_TARGET
-    losses = token_losses(model(batch.ids), batch.targets.clamp(min=0))
-    loss = losses[known].mean()
+    loss = token_losses(model(batch.ids), batch.targets.clamp(min=0))[known].mean()
     loss.backward()
     return loss.detach()
 

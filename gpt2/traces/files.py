@@ -98,8 +98,7 @@ def _state(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
     require_expressible(config, about["model"])
     gradients = {name.removeprefix(GRADIENT): tensor for name, tensor in arrays.items() if name.startswith(GRADIENT)}
     with written_aside(path) as file:
-        pieces = state_pieces(config, arrays["ids"], arrays["targets"], arrays["logits"], arrays["loss"], gradients)
-        file.writelines(pieces)
+        file.writelines(state_pieces(config, arrays["ids"], arrays["targets"], arrays["logits"], arrays["loss"], gradients))
 
 
 def _require_own(folder: Path) -> None:

@@ -41,8 +41,7 @@ class WithLoss(nn.Module):
         if scored is not None and not len(scored):  # a loss of 0 that gives every parameter its gradient, as other ranks' do
             return 0 * self.forward(ids, targets.clamp(min=0).view_as(ids), documents)
         if not isinstance(self.model, GPT2):
-            logits = self.model(ids).flatten(0, 1)
-            return F.cross_entropy(logits, targets, ignore_index=UNSCORED)
+            return F.cross_entropy(self.model(ids).flatten(0, 1), targets, ignore_index=UNSCORED)
         table = self.model.head_table.weight
         tie = _Tie() if table is self.model.wte.weight else None
         rows = None if tie is None else _EmbeddedRows.apply(table, ids, tie)  # type: ignore[no-untyped-call]

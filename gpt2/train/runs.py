@@ -70,8 +70,7 @@ def read(folders: Sequence[str | Path]) -> list[Run]:
         with suppress(OSError, UnicodeDecodeError):
             recipe = parsed(read_all(Path(folder) / RECIPE).decode())
         name = printable(names[index] if names.count(names[index]) == 1 else str(folder), one_line=True)
-        rows = [row for row in map(row_of, lines) if row]
-        runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, rows))
+        runs.append(Run(name, COLOURS[index % len(COLOURS)], recipe, [row for row in map(row_of, lines) if row]))
     return runs
 
 

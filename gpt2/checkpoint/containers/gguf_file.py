@@ -158,8 +158,7 @@ class GGUFFile(Container):
         tensor = torch.empty(entry.shape, dtype=dtype or entry.dtype)
         for first, part in enumerate(tensor.view(-1, kind.block).split(PIECE)):
             place = entry.start + first * PIECE * kind.size
-            blocks = self._file.tensor(place, (len(part), kind.size), torch.uint8, mapped=False)
-            part.copy_(dequantised(blocks))
+            part.copy_(dequantised(self._file.tensor(place, (len(part), kind.size), torch.uint8, mapped=False)))
         return tensor
 
 

@@ -66,8 +66,7 @@ class SafetensorsFile(Container):
             raise Damaged(f"has a header that describes {shown(name)} in an unknown form")
         dtype, shape, (start, _) = row["dtype"], row["shape"], row["data_offsets"]
         if dtype not in DTYPES:
-            known = ", ".join(DTYPES)
-            raise Refused(f"{shown(name)} has dtype {quoted(dtype)}; convert it to one of {known}")
+            raise Refused(f"{shown(name)} has dtype {quoted(dtype)}; convert it to one of {', '.join(DTYPES)}")
         if not countable(shape):
             raise Damaged(f"has a header with a shape that is too large for {shown(name)}")
         return Entry(DTYPES[dtype], tuple(shape), data + start)

@@ -219,8 +219,7 @@ class Side(ABC):
     def require_finite(self, logits: Tensor) -> None:
         """Raise InputError: one is NaN or infinite."""
         if bad := int((~logits.isfinite()).sum()):
-            which = f"{bad:,} logits are not finite numbers, but NaN or infinite"
-            raise InputError(f"{self.name}: {which}; {self.advice}")
+            raise InputError(f"{self.name}: {bad:,} logits are not finite numbers, but NaN or infinite; {self.advice}")
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         """Yield the activations on (1, T) ``ids`` one block at a time, as :func:`gpt2.measure.tracing.trace_blocks` does."""
