@@ -221,11 +221,8 @@ def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
         "use_rslora": False,
         "init_lora_weights": True,
     }
-    tensors = {
-        f"{PREFIX}{to_file(name)}.lora_{which}.weight": getattr(module, f"lora_{which}")
-        for name, module in adapted.items()
-        for which in "AB"
-    }
+    factors = ((name, which, getattr(module, f"lora_{which}")) for name, module in adapted.items() for which in "AB")
+    tensors = {f"{PREFIX}{to_file(name)}.lora_{which}.weight": factor for name, which, factor in factors}
     directory.mkdir(parents=True, exist_ok=True)
     write_file(directory / WEIGHTS, safetensors_file(tensors))
     write_json(directory / CONFIG, config)

@@ -140,7 +140,5 @@ def _by_position(tokens: Tokens) -> tuple[Bin, ...]:
     columns = (tokens.kl_ab, -tokens.logp_a, -tokens.logp_b, tokens.same_top)
     pairs = itertools.pairwise(edges)
     filled = ((low, high, inside) for low, high in pairs if (inside := (low < tokens.position) & (tokens.position <= high)).any())
-    return tuple(
-        Bin(low + 1, high, int(inside.sum()), *(column[inside].double().mean().item() for column in columns))
-        for low, high, inside in filled
-    )
+    means = ((low, high, inside.sum(), [each[inside].double().mean().item() for each in columns]) for low, high, inside in filled)
+    return tuple(Bin(low + 1, high, int(count), *figures) for low, high, count, figures in means)

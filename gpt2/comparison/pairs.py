@@ -90,10 +90,8 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     if several:
         heads = Compatibility((), fits[0].vocabularies, heads_left_out(first))
         whole = Pair(a, first.size, first.speed, own, last_words, (logp, logp), compatibility=heads)
-        every = [
-            replace(pair, compatibility=pair.compatibility.without(side.rows_left_out), step=saved.step)
-            for pair, side, saved in zip((whole, *pairs), sides, models, strict=True)
-        ]
+        found = zip((whole, *pairs), (side.rows_left_out for side in sides), (saved.step for saved in models), strict=True)
+        every = [replace(pair, compatibility=pair.compatibility.without(rows), step=step) for pair, rows, step in found]
         ranking = ranked(every, passage.bootstrap(first.text_tokenizer, seed), seed)
         for (before, _), (place, behind) in itertools.pairwise(ranking):
             for n in {before, place} - {0}:

@@ -102,10 +102,8 @@ class AttentionReport(Printed):
         token = Markup('<span class="tok{}" tabindex="{}">{}</span>')
         last, texts = len(self.tokens) - 1, list(map(readable, self.tokens))
         spans = [token.format(" nl" * ("\n" in text), -(at < last), text) for at, text in enumerate(texts)]
-        whole = Markup(
-            '<p class="switch">{}</p><div class="text look">{}</div><p class="remark" id="says" aria-live="polite"></p>'
-        )
-        return whole.format(Markup("").join(choices), Markup("").join(spans))
+        box = Markup('<p class="switch">{}</p><div class="text look">{}</div><p class="remark" id="says" aria-live="polite"></p>')
+        return box.format(Markup("").join(choices), Markup("").join(spans))
 
     def _sides(self) -> dict[str, Tensor]:
         return {"A": self.maps} if self.maps_b is None else {"A": self.maps, "B": self.maps_b}

@@ -99,10 +99,8 @@ class Exploration(Printed):
     def html(self, page: str = "report.html", *, served: bool = False, **_: Any) -> str:
         """Return the page; ``served`` adds a field for another prompt."""
         same_tokens = len({lens.tokens for lens in self.lenses}) == 1
-        sides = [
-            {"letter": letter, "name": name, "lens": lens, "strip": _strip(lens, self.js)}
-            for letter, name, lens in zip("ab", self.legend, self.lenses, strict=False)
-        ]
+        each = zip("ab", self.legend, self.lenses, strict=False)
+        sides = [{"letter": letter, "name": name, "lens": lens, "strip": _strip(lens, self.js)} for letter, name, lens in each]
         shown = {"sides": sides, "strips": sides[:1] if same_tokens else sides, "parted": self.js is not None, "cell": _shown}
         shown |= {"shared": same_tokens and len(sides) == 2, "kind": "two" if len(sides) == 2 else "one", "share": _share}
         return super().html(page, body="lens", served=served, prompt=self.prompt, characters=MAX_CHARACTERS, **shown)

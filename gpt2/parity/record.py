@@ -130,9 +130,7 @@ class RecordReport(Printed):
 def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
     data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
-    rows: Iterator[dict[str, Any]] = (
-        {key: tuple(value) if isinstance(value, list) else value for key, value in row.items()} for row in data["records"]
-    )
+    rows: Iterator[Any] = ({key: tuple(v) if isinstance(v, list) else v for key, v in row.items()} for row in data["records"])
     return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Publisher(**data["sources"][r["source"]])}) for r in rows)
 
 

@@ -41,10 +41,8 @@ class Trace(Printed):
     @property
     def about(self) -> dict[str, Any]:
         """Everything but the arrays' values, as it is written beside them."""
-        rows = [
-            {"name": name, "shape": list(tensor.shape), "dtype": dtype_label(tensor.dtype), "meaning": meaning(name)}
-            for name, tensor in self.arrays.items()
-        ]
+        items = self.arrays.items()
+        rows = [{"name": n, "shape": list(x.shape), "dtype": dtype_label(x.dtype), "meaning": meaning(n)} for n, x in items]
         return {
             "format": "gpt2-toolkit trace",
             "version": __version__,
