@@ -109,7 +109,7 @@ class Text:
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
         """Return the ids of the text; of several documents, with the token that parts documents wherever a mark stands."""
-        return self._laid_out(tokenizer.encode, tokenizer.parting)
+        return self._laid_out(tokenizer.encode, tokenizer.parting if len(self.documents) > 1 else 0)
 
     def lengths(self, tokenizer: Tokenizer) -> list[int]:
         """Return the bytes of the text that each id of :meth:`encode` stands for; a token between documents stands for none."""
@@ -125,8 +125,8 @@ class Text:
         marks = 0 if len(documents) == 1 else len(documents) - (not closed(self.text))
         for place, part in enumerate(documents):
             ids = tokenizer.encode(part)[: max(0, count)]
-            size = sum(tokenizer.lengths(part)[: len(ids)])
-            text = tokenizer.decode(ids) if tokenizer.exact else part.encode()[:size].decode()
+            size = None if tokenizer.exact else sum(tokenizer.lengths(part)[: len(ids)])
+            text = tokenizer.decode(ids) if size is None else part.encode()[:size].decode()
             count -= len(ids) + (place < marks)
             kept += joined([text]) if place < marks and count >= 0 else text
         return replace(self, text=kept)

@@ -107,6 +107,8 @@ def test_documents_are_read_as_training_reads_them(tmp_path):
     assert [text.beginning(BPE, count).encode(BPE) for count in (8, len(ids))] == [ids[:8], ids[:-1]]
     Path("one.txt").write_text("one\n<|endoftext|>\n")
     assert open_text("one.txt").encode(BPE) == BPE.encode("one\n")
+    Path("bare.txt").write_text("one")
+    assert open_text("bare.txt").encode(chars_of("eno")) == [2, 1, 0]  # a token that parts documents is not asked for
     Path("odd.jsonl").write_text('{"body": "one"}')
     assert "no field 'text', only 'body'; name it text" in refusal(open_text, "odd.jsonl")
     Path("odd.jsonl").write_text('{"text": 5}')
