@@ -106,7 +106,8 @@ def match(files: Files, config: GPT2Config, where: Path) -> Assignment:
     wanted = keys.expected(replace(config, tie_word_embeddings=False))
     # If the tensors agree on another size than the config's, one statement explains many mismatches.
     stated, actual = {**vars(config), "n_inner": config.inner}, keys.sizes({name: entry.shape for name, entry in entries.items()})
-    parts = {name: [name] if name in found else _thirds(name) for name in wanted}
+    thirds = {name: [name.replace(".c_attn.", f".{part}.") for part in keys.SHARES] for name in wanted if ".c_attn." in name}
+    parts = {name: [name] if name in found else thirds.get(name, [name]) for name in wanted}
     sources = {name: tuple(found[part][0] for part in each) for name, each in parts.items() if found.keys() >= set(each)}
     if config.tie_word_embeddings and "wte.weight" not in sources and keys.HEAD in sources:
         sources["wte.weight"] = sources.pop(keys.HEAD)  # safetensors' save_model keeps one name of the two
@@ -198,11 +199,6 @@ def _refuse_known_cause(files: Files, unknown: list[str]) -> None:
     for key in unknown:
         if cause := next((cause for pattern, cause in CAUSES.items() if re.search(pattern, key, re.ASCII)), None):
             raise CheckpointError(f"{files[key].path}: holds {shown(key)}: {cause}")
-
-
-def _thirds(name: str) -> list[str]:
-    """Return the names under which a file without ``h.N.attn.c_attn`` has its thirds; of another parameter, its own."""
-    return [name.replace(".c_attn.", f".{part}.") for part in keys.SHARES] if ".c_attn." in name else [name]
 
 
 def _drop(files: Files, others: Mapping[str, str], dropped: list[str]) -> tuple[list[str], dict[str, list[str]]]:

@@ -83,9 +83,12 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
 
 
 def _of_token_files(recipe: Recipe, tokenizer: Tokenizer | None, check: bool) -> Corpus:
-    """Map the user's token files."""
-    folder = Path(recipe.data.tokens)
-    tokenizer = tokenizer or _tokenizer_of(folder, recipe.data.tokenizer)
+    """Map the user's token files, with the tokenizer beside them, or GPT-2's if the recipe says so."""
+    folder, kind = Path(recipe.data.tokens), recipe.data.tokenizer
+    if not (tokenizer or holds_tokenizer(folder) or kind == "gpt2"):
+        remedy = "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
+        raise InputError(f"{folder}: no tokenizer in it, and {kind!r} is made from a text; {remedy}")
+    tokenizer = tokenizer or (from_directory(folder) if holds_tokenizer(folder) else load_tokenizer("gpt2"))
     ids = token_files.read(folder, tokenizer.n_vocab, check=check)
     return Corpus(tokenizer, *ids, token_files.fingerprint(*ids) if check else "", mapped=True)
 
@@ -229,16 +232,6 @@ def _require_enough(recipe: Recipe, text: Corpus) -> None:
         if marks is not None and not any((marks[1:][part] == SCORED).any() for part in slices(marks[1:])):
             why = "all are prompts or cut off; raise context, or eval_tokens"
             raise InputError(f"no token of the {name} documents is scored: {why}")
-
-
-def _tokenizer_of(folder: Path, kind: str) -> Tokenizer:
-    """Return the tokenizer in a folder of token files, or GPT-2's if the recipe says so."""
-    if holds_tokenizer(folder):
-        return from_directory(folder)
-    if kind == "gpt2":
-        return load_tokenizer("gpt2")
-    remedy = "put the tokenizer's files there, or --set data.tokenizer=gpt2 if it is GPT-2's"
-    raise InputError(f"{folder}: no tokenizer in it, and {kind!r} is made from a text; {remedy}")
 
 
 def _new_tokenizer(recipe: Recipe, train_text: str, val_text: str) -> Tokenizer:

@@ -41,8 +41,8 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
             _draw_losses(axes[0], run)
         if len(runs) == 1 and (expect := number(runs[0].recipe.get("expect"), float)):
             axes[0].axhline(expect, color=COLOURS[MUTED], lw=0.9, ls=(0, (4, 3)), label=f"expected {expect:g}")
-        title = "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}"
-        _finish(axes[0], title, _units(runs))
+        scored = {"document" if any("confusion" in row for row in run.rows) else "token" for run in runs}  # by a classifier
+        _finish(axes[0], "Loss" if len(runs) > 1 else f"Loss of {runs[0].name}", f"nats per {' or '.join(sorted(scored))}")
         if panels == 2:
             held_out = [run.points("val_bits_per_byte") for run in runs]
             for run, bits in zip(runs, held_out, strict=True):
@@ -53,12 +53,6 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
         figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
         write_output(out, picture.getvalue())
     return out
-
-
-def _units(runs: Sequence[Run]) -> str:
-    """Return the unit of the runs' losses; a classifier's are of whole documents."""
-    each = {"document" if any("confusion" in row for row in run.rows) else "token" for run in runs}
-    return f"nats per {' or '.join(sorted(each))}"
 
 
 def _draw_losses(axes: "Axes", run: Run) -> None:
