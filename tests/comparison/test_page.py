@@ -97,7 +97,7 @@ def test_pictures_touch_no_configuration(tmp_path: Path) -> None:
         assert "stroke-width: 55" not in seen and "#000001" not in seen
     """
     inherited = {name: value for name, value in os.environ.items() if name != "MPLCONFIGDIR" and not name.startswith("XDG_")}
-    forks.run("-c", code, cwd=tmp_path, environ=inherited | {"HOME": str(home)}, modules="numpy")
+    forks.run("-c", code, cwd=tmp_path, environ=inherited | {"HOME": str(home)}, modules=forks.TORCH)
     assert [path.name for path in home.rglob("*") if path.is_file()] == ["matplotlibrc"]
 
 

@@ -61,7 +61,7 @@ def test_what_a_device_does_is_named(case: Simulated, tiny: str, shallow: str) -
     assert report.ok is (case in RIGHT)
 
 
-def test_this_cpu_is_right_and_not_asked_for_float64(tiny: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_this_cpu_is_right_and_not_asked_for_float64(shallow: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Negative control: the CPU's own kernels must not be called wrong. MPS has no float64: a tensor of it there raises."""
     seen = set()
 
@@ -73,7 +73,7 @@ def test_this_cpu_is_right_and_not_asked_for_float64(tiny: str, tmp_path: Path, 
 
     file, page = tmp_path / "verdict.json", tmp_path / "verdict.html"
     with simulated({}, Watching()):
-        assert main(["verify", tiny, "--device", "cpu", "--json", str(file), "--html", str(page)]) == 0
+        assert main(["verify", shallow, "--device", "cpu", "--json", str(file), "--html", str(page)]) == 0
     assert "RIGHT" in capsys.readouterr().out
     assert "RIGHT" in page.read_text()
     body = json.loads(file.read_text())

@@ -38,7 +38,8 @@ from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
-MODULES = "torch safetensors.torch numpy httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console tiktoken"
+TORCH = "torch gpt2.model gpt2.config"
+MODULES = f"{TORCH} safetensors.torch numpy httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console tiktoken"
 MODULES += " tokenizers torch._dynamo torch.distributed.fsdp gpt2.cli.main gpt2.checkpoint.hub gpt2.train.loop"
 MODULES += " gpt2.comparison.run"
 HOST = "support.forks"
@@ -161,8 +162,8 @@ def _host(modules: str) -> socket.socket:
         theirs.listen()
         environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
         words = ["-m", HOST, modules, str(theirs.fileno())]
-        if modules.startswith(f"{MODULES} "):
-            start(*words, environ=environ)
+        if base := next((each for each in (MODULES, TORCH) if modules.startswith(f"{each} ")), None):
+            start(*words, environ=environ, modules=base)
         else:
             process = subprocess.Popen(
                 [sys.executable, *words], env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
