@@ -1,9 +1,11 @@
 """tools/sets.py: a dump is really diagnosed, and today's engine answers a sample as well as before."""
 
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from support.commands import load_script
 
 sets = load_script("sets")
@@ -15,12 +17,13 @@ IDS = ("residual-from-normed",)
 
 
 @pytest.fixture
-def bench(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bench(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """What ``prepare`` sets, until the test ends; the folder outlasts it, because later tests use the same programs."""
-    folder = tmp_path_factory.mktemp("bench")
+    folder, threads = tmp_path_factory.mktemp("bench"), torch.get_num_threads()
     monkeypatch.setattr(tempfile, "tempdir", None)
     sets.prepare(str(folder))
-    return folder
+    yield folder
+    torch.set_num_threads(threads)
 
 
 def test_an_answer_says_what_the_diagnosis_says(bench: Path) -> None:

@@ -159,7 +159,7 @@ class Runs:
         pool, first = self.pool(ids, False), "logits"
         for point, value in trace(same.model, ids).items():
             ordered = value.flatten().sort().values
-            arrays = (one.flatten().sort().values for one in own.of_size(value.numel()))
+            arrays = (one.flatten().sort().values for one in own.entries if one.numel() == value.numel())
             nearest = min((worst_relative_error(one, ordered) for one in arrays), default=0.0)
             if pool.find(value) is not None and nearest > SLACK * explained[point]:
                 first = point

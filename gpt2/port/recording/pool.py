@@ -57,7 +57,7 @@ class Pool:
         self.budget = Budget()
         self._by_size: dict[int, list[tuple[float, int]]] = {}  # sum and number of the entries, by their sums
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
-        self._moments: dict[tuple[int, float], tuple[Tensor, Tensor]] = {}  # by size and bound: of the entries, and how far off
+        self._moments: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}  # of the entries
         self._sorted: dict[int, Tensor] = {}
         self._unit = 0.0  # the largest error of storing an entry
 
@@ -93,9 +93,6 @@ class Pool:
     def sizes(self) -> Collection[int]:
         """How many numbers an entry may have."""
         return self._by_size.keys()
-
-    def of_size(self, numel: int) -> list[Tensor]:
-        return [self.entries[number] for _, number in self._by_size.get(numel, [])]
 
     def find(self, value: Tensor, *axes: int, bound: float | None = None) -> Match | None:
         """Return the best match of a value within ``bound``: whole, else slice by slice along one of ``axes``, else along all.
@@ -159,24 +156,28 @@ class Pool:
         self.budget.spend(2 * len(numbers), SORTED * n * (len(numbers) > 0))
         mine = value.flatten().sort().values if numbers else value
         compared = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
-        best = min(compared, default=None)
-        return best if best is not None and best[0] <= bound else None
+        return min((one for one in compared if one[0] <= bound), default=None)
 
     def holds_like(self, values: Tensor, bound: float) -> Tensor:
         """Return which values (N, n) may be entries, by the sums of their numbers, their squares and their fourth powers.
 
         All that :meth:`find` finds are, though their last digits may be others than those of a value that is computed alone.
         """
-        n, sums = values.shape[1], _moments(values)
+        n, totals = values.shape[1], values.sum(1)
         if (n, bound) not in self._moments:
             some = [number for _, number in self._by_size.get(n, [])]
-            each = [_moments(self.entries[number].flatten().nan_to_num(0.0, 0.0, 0.0)) for number in some]
+            held = torch.stack([_moments(self.entries[number].flatten().nan_to_num(0.0, 0.0, 0.0)) for number in some], 1)
             allowed = torch.tensor([bound + UNITS[self.dtypes[number]][0] + SCREENED for number in some], dtype=torch.float64)
-            self._moments[n, bound] = torch.stack(each, 1), torch.tensor([[1.0], [2.2], [6.0]]) * allowed
-        held, loose = self._moments[n, bound]
-        sizes = torch.stack([(sums[1] * n).sqrt(), *sums[1:]])
-        far = (held[:, None] - sums[..., None]).abs() > loose[:, None] * sizes[..., None] + 1e-290
-        return ~far.any(0).all(1)
+            reach = 1.01 * allowed * (n * held[1] / (1 - 2.2 * allowed).clamp(min=1e-300)).sqrt() + 1e-145  # of the sum alone
+            self._moments[n, bound] = held, allowed, reach
+        held, allowed, reach = self._moments[n, bound]
+        found = ~((held[0] - totals[:, None]).abs() > reach).all(1) | ~totals.isfinite()
+        if len(near := found.nonzero()[:, 0]):  # few
+            sums, loose = _moments(values[near]), torch.tensor([[1.0], [2.2], [6.0]]) * allowed
+            sizes = torch.stack([(sums[1] * n).sqrt(), *sums[1:]])
+            far = (held[:, None] - sums[..., None]).abs() > loose[:, None] * sizes[..., None] + 1e-290
+            found[near] = ~far.any(0).all(1)
+        return found
 
     def _in_order(self, number: int) -> Tensor:
         if number not in self._sorted:

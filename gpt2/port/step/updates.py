@@ -187,8 +187,9 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: A
     for number, rule in enumerate(itertools.chain(table, *(constants(rule, settings) for rule in table))):
         if error <= (EXACT if number < len(table) else FITS):
             break
-        if (own := max(fit(track, rule).error for track in tracks)) < error / BETTER or own <= EXACT:
-            best, error = rule, own
+        errors = (fit(track, rule).error for track in tracks)
+        if len(own := [*itertools.takewhile(lambda one: one < error / BETTER or one <= EXACT, errors)]) == len(tracks):  # noqa: B023
+            best, error = rule, max(own)
     if expected is None or best.kind == "sgd" or best.lost or not bool((expected > 0).all()):
         return best, error
     alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in ("full", "none", "late")]
