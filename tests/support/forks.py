@@ -150,6 +150,8 @@ def _host(modules: str) -> socket.socket:
 
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
     place = f"{tempfile.gettempdir()}/forks-{zlib.crc32(f'{run} {modules}'.encode()):x}"
+    if base := next((each for each in (MODULES, TORCH) if modules.startswith(f"{each} ")), None):
+        _host(base)  # before the lock is taken
     ours = socket.socket(socket.AF_UNIX)
     atexit.register(ours.close)
     with open(__file__) as lock:
@@ -162,12 +164,11 @@ def _host(modules: str) -> socket.socket:
         theirs.listen()
         environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
         words = ["-m", HOST, modules, str(theirs.fileno())]
-        if base := next((each for each in (MODULES, TORCH) if modules.startswith(f"{each} ")), None):
+        if base:
             start(*words, environ=environ, modules=base)
         else:
-            process = subprocess.Popen(
-                [sys.executable, *words], env=environ, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
-            )
+            words, quiet = [sys.executable, *words], subprocess.DEVNULL
+            process = subprocess.Popen(words, env=environ, pass_fds=[theirs.fileno()], stdin=quiet)
             process.returncode = 0  # nobody waits: the other worker may need it for longer
         theirs.close()
         ours.connect(place)
@@ -217,13 +218,8 @@ def _serve(asked: socket.socket, modules: str) -> list[str]:
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for each in (asked, ended, ends, *tests):
-                        each.close()
-                    for each in (*running.values(), status):
-                        os.close(each)
                     return _begin(json.loads(order), out, err, *handles)
-                with contextlib.suppress(PermissionError):  # the fork was quicker, and runs another program
-                    os.setpgid(pid, pid)  # a signal to its group is for it alone
+                os.setpgid(pid, pid)  # a signal to its group is for it alone
                 os.write(status, b"%d\n" % pid)
                 running[pid] = status
                 for handle in (out, err, *handles):
@@ -232,7 +228,6 @@ def _serve(asked: socket.socket, modules: str) -> list[str]:
 
 def _begin(order: dict, out: int, err: int, asked: int | None = None) -> list[str]:
     """Take a place in the world: the output, signals, environment and folder of the order. Return its words."""
-    os.setpgid(0, 0)
     for handle, place in ((out, 1), (err, 2)):
         os.dup2(handle, place)
         os.close(handle)
