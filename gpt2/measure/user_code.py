@@ -156,3 +156,13 @@ def error_line(error: BaseException) -> str:
 def error_at(error: BaseException) -> str:
     """Return an exception of the user's code in one line, with the user's line of code."""
     return error_line(error) + error_place(error)
+
+
+def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int) -> type[nn.Module]:
+    """Return a class of modules that take (1, T) ids alone, or, if ``flat``, (T): their rows are run one after the other."""
+
+    def forward(self: nn.Module, ids: Tensor) -> Tensor:
+        rows = [(kind.forward(self, row[0] if flat else row), row) for row in ids.split(1)]
+        return torch.cat([logits_of(output, row, vocabulary) for output, row in rows])
+
+    return type(kind.__name__, (kind,), {"forward": forward, "row_by_row": True})

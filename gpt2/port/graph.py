@@ -115,12 +115,7 @@ class Model:
     """The checkpoint's tensors ``state`` in ``dtype``, its config, and ids (B, T). ``budget``: of the search that computes it."""
 
     def __init__(
-        self,
-        state: Mapping[str, Tensor],
-        config: GPT2Config,
-        ids: Tensor,
-        dtype: torch.dtype = torch.float64,
-        budget: Budget | None = None,
+        self, state: State, config: GPT2Config, ids: Tensor, dtype: torch.dtype = torch.float64, budget: Budget | None = None
     ) -> None:
         self.budget = budget or Budget()
         self.state = {name: tensor.detach().to("cpu", dtype) for name, tensor in state.items()}

@@ -211,9 +211,7 @@ def prompts_in_chunks(model: Model) -> list[Schedule]:
     """Return the ways to read a prompt some tokens at a time, and then single tokens."""
     words, tokens = "in a text whose first {} tokens are read {} at a time, and the others one by one", model.ids.shape[1]
     both = ((prompt, size) for size in CHUNKS for prompt in reversed(lengths(model)) if size < prompt and prompt % size != 1)
-    return [
-        Schedule(words.format(*one), (*chunked(one[1], one[0]), *Schedule.of_prompt(one[0], tokens).calls[1:])) for one in both
-    ]
+    return [Schedule(words.format(n, m), (*chunked(m, n), *Schedule.of_prompt(n, tokens).calls[1:])) for n, m in both]
 
 
 def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:

@@ -119,7 +119,5 @@ class Candidate:
         groups: dict[tuple[str, str], list[Cause]] = {}
         for fault in self.faults(layers):
             groups.setdefault((fault.id, fault.kind or fault.detail), []).append(fault)
-        return tuple(
-            Cause(one.id, collapsed((fault.place for fault in (one, *others)), layers), one.detail, mend=one.mend)
-            for one, *others in groups.values()
-        )
+        placed = ((some[0], collapsed((fault.place for fault in some), layers)) for some in groups.values())
+        return tuple(Cause(one.id, places, one.detail, mend=one.mend) for one, places in placed)

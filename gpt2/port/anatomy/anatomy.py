@@ -25,6 +25,8 @@ class Anatomy:
     """
 
     def __init__(self, recording: Recording) -> None:
+        if made := recording.made_weight:
+            raise NotGPT2(f"its forward computes the weights of a projection, from {made} and perhaps others")
         self.recording, self.flow = recording, Flow(recording)
         self.stream = Stream(self.flow)
         self.width, self.positions = self.stream.width, self.stream.positions
@@ -135,9 +137,7 @@ class Anatomy:
 
     def _place_norms(self, last: list[Affine]) -> None:
         """Add the norms: a norm belongs to the branch it feeds, in a post-norm model to the branch before it."""
-        feeds: list[tuple[str, int | None, list[Affine]]] = [
-            (branch.norm, branch.layer, branch.norms) for branch in self.branches
-        ]
+        feeds: list[tuple[str, int | None, list[Affine]]] = [(one.norm, one.layer, one.norms) for one in self.branches]
         feeds.append(("ln_f", None, last))
         onto = [self.flow.onto.get(branch.downs[0]) for branch in self.feed_forwards[:1] if branch.downs]
         self.post_norm = not feeds[0][2] and any(norms for *_, norms in feeds) and onto == [StreamState.NORMED]

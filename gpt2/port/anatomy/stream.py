@@ -107,10 +107,11 @@ class Stream:
     def _table(self, part: str, read: dict[int, Tensor], rows: dict[int, int]) -> ModelPart | None:
         """Return the table that rows ``read`` (D,) form, by place, or None: ids in a table rise evenly with the row."""
         places = self.coordinates(self._start)
-        if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2:
-            return None
         low, high = min(rows, key=lambda place: rows[place]), max(rows, key=lambda place: rows[place])
-        stride = int((read[high][0] - read[low][0]) // (rows[high] - rows[low]))
+        alone = self.recording.source(int(read[low].amin())).region.shape == (1, self.width)  # a table of one row
+        if any(len(x) != self.width or bool((x < 0).any()) for x in read.values()) or len(set(rows.values())) < 2 - alone:
+            return None
+        stride = int((read[high][0] - read[low][0]) // max(rows[high] - rows[low], 1))
         first = read[low] - rows[low] * stride
         if not all(torch.equal(first + row * stride, read[place]) for place, row in rows.items()):
             return None
@@ -144,7 +145,9 @@ class Stream:
             elif touch.before is StreamState.SUMMED and self.flow.newest[number] not in self.late_biases:
                 self.late_biases[self.flow.newest[number]] = ids, self.coordinates(results)  # x + attention + bias
         for read in added.values():
-            if self.positions is None and all(p in read for p in window) and not torch.equal(read[window[0]], read[window[-1]]):
+            if self.positions is not None or any(p not in read for p in window):
+                continue
+            if length == 1 or not torch.equal(read[window[0]], read[window[-1]]):
                 rows = {place: place - window[0] for place in window}
                 self.positions = self._table("wpe", {place: read[place] for place in window}, rows)
 

@@ -28,13 +28,7 @@ WAYS = "{out}.npz, {out}.safetensors, or a directory {out} of .npy files"
 
 
 def diagnose_program(
-    command: str,
-    model: str,
-    *,
-    timeout: float,
-    revision: str | None = None,
-    offline: bool = False,
-    progress: Progress = silent,
+    command: str, model: str, *, timeout: float, revision: str | None = None, offline: bool = False, progress: Progress = silent
 ) -> Diagnosis:
     """Run CMD in the current folder, and diagnose the dump that it wrote; the ids that it was given count if the dump has none.
 

@@ -10,7 +10,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at, points
 from gpt2.model import GPT2
 from gpt2.port.dump.arrays import Output, parts, recognised
-from gpt2.port.graph import ORDER, Model, run_block, stage_of
+from gpt2.port.graph import ORDER, Model, State, run_block, stage_of
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.observe import Observation
 from gpt2.port.terms.places import Place
@@ -40,12 +40,10 @@ class Dumped:
     value that is computed, and not read from a table.
     """
 
-    def __init__(
-        self, arrays: Mapping[str, Tensor], output: Output, exact: Mapping[str, Tensor], reference: GPT2, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, arrays: State, output: Output, exact: State, reference: GPT2, dtype: torch.dtype) -> None:
         self.arrays, self.output, self.exact, self.reference = arrays, output, exact, reference
         self.config, self.ids, self.order = reference.config, output.ids, points(reference.config.n_layer)
-        self.tolerance = measured(reference, self.ids, dict(exact), dtype)
+        self.tolerance = measured(reference, self.ids, exact, dtype)
         self.pool = Pool(self.tolerance)
         for name, array in arrays.items():
             for part, tensor in parts(name, array, self.config, *self.ids.shape):

@@ -127,10 +127,8 @@ def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Ob
         for number in left.argsort()[:3].tolist():
             if float(left[number]) > 1e-3 * total:
                 break
-            factors = {
-                names[i]: nice(float(f), seen.loose)
-                for i, f in zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
-            }
+            pairs = zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
+            factors = {names[i]: nice(float(f), seen.loose) for i, f in pairs}
             value = sum((factor * terms[name] for name, factor in factors.items()), torch.zeros_like(target))
             if 0.0 not in factors.values() and (fit := seen.fitted(value, rows)) is not None:
                 return factors, fit

@@ -128,10 +128,8 @@ class LogitsCheck:
             lack = "what your module lacks is the only difference from the checkpoint: without that, logits agree"
             remarks.notes.append(f"{lack} ({rest:.1e})")
             return LogitsVerdict(error, "the logits differ, by what your module lacks")
-        again = self.outputs(borrowed)
-        if any(
-            isinstance(x, Tensor) and isinstance(y, Tensor) and not torch.equal(x, y) for x, y in zip(outputs, again, strict=True)
-        ):
+        twice = zip(outputs, self.outputs(borrowed), strict=True)
+        if any(isinstance(x, Tensor) and isinstance(y, Tensor) and not torch.equal(x, y) for x, y in twice):
             remarks.problems.append("your module gives other logits every time: is dropout active in eval mode?")
         if error <= ROUNDED_CONSTANT:
             kept = f"your module is GPT-2 but for {error:.1e}, as if it kept a constant in float32"

@@ -251,9 +251,12 @@ class Behaviour:
             at += piece
             logits.append(self._logits_in(output, some)[:, -piece:])
             if past and given is None:
-                cache = _cache_of(output)
+                old, cache = cache, _cache_of(output)
                 if cache is None:
                     raise ValueError("it returns no cache")
+                if isinstance(old, Tensor) and isinstance(cache, Tensor) and cache.size(-2) == piece < old.size(-2):
+                    cache = torch.cat([old, cache], -2)  # as OpenAI's own code returns and takes it
+                    self.notes.append("your forward returns new tokens' keys and values alone: put them behind the earlier ones")
         return torch.cat(logits[1:], 1)
 
     def _padded(self, ids: Tensor, has_right_cache: bool) -> None:

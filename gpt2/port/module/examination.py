@@ -68,7 +68,8 @@ class Examination:
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             torch.default_generator.manual_seed(0)  # what a module draws by mistake is the same in each diagnosis
             self.runs.rewind = borrowed.rewind
-            self.module.eval()  # some modules override it
+            with suppress(NotImplementedError):  # torch.export's; some modules override it
+                self.module.eval()
             weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
             if damage := look((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())).damage:
                 first = self.runs.first_nan(probes(self.config)[0])
@@ -153,7 +154,8 @@ class Examination:
         ids, logits = outputs[wrong]
         if wrong:
             self.late = True
-            self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at {ids.size(1)}")
+            at = ids.size(1) - logits.size(1) + self.runs.parted(logits, reference(ids), least)
+            self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at token {at}, from 0")
             ids, logits = self.runs.cut(ids, logits, reference, least)
         self.ids = ids
         own_error = same.error(logits, ids)
@@ -200,6 +202,8 @@ class Examination:
     def _anatomy(self) -> Anatomy | None:
         """Return None if the parts are not recognised; the module is then assumed to hold the checkpoint's weights."""
         recording = record_probe(self.module, self.config, self.who)
+        if hasattr(type(self.module), "row_by_row"):
+            self.notes.append("your forward takes one row of ids: the rows of a text were run one after the other")
         try:
             return Anatomy(recording)
         except Exception as error:

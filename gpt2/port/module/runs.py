@@ -49,9 +49,8 @@ class Runs:
         rate = math.inf  # operators for a pair of tokens, the fewest of all calls: the first one also prepares for later ones
         for ids in some:
             if outputs and rate * ids.size(1) ** 2 > MOST_OPERATORS:
-                self.notes.append(
-                    f"your forward takes long, as one that goes number by number: {ids.size(1)} tokens were not tried"
-                )
+                why = "your forward takes long, as one that goes number by number"
+                self.notes.append(f"{why}: {ids.size(1)} tokens were not tried")
                 continue
             logits = self.run(ids) if outputs else borrowed.widest(lambda: [self.run(some[0])])[0]
             if isinstance(logits, Exception):
@@ -104,6 +103,12 @@ class Runs:
             raise InputError(f"{self.who}: its logits are NaN from position {at} on{self.first_nan(ids)}; look for {why}")
         return logits
 
+    def parted(self, logits: Tensor, due: Tensor, least: float) -> int:
+        """Return the first token whose logits are off by more than ``least``, of those that the module returns."""
+        due = due[:, -logits.shape[1] :]
+        wrong = ((logits[..., : self.config.vocab_size] - due).abs() > least * due.square().mean().sqrt()).any(2).any(0)
+        return int(wrong.long().argmax())
+
     def cut(self, ids: Tensor, logits: Tensor, right: Callable[[Tensor], Tensor | None], least: float) -> tuple[Tensor, Tensor]:
         """Return a text and its logits up to soon behind the first that is off by more than ``least``; it has two rows or more.
 
@@ -111,9 +116,7 @@ class Runs:
         """
         if (due := right(ids)) is None:
             return ids, logits
-        due = due[:, -logits.shape[1] :]
-        wrong = ((logits[..., : self.config.vocab_size] - due).abs() > least * due.square().mean().sqrt()).any(2).any(0)
-        part = ids[:, : int(wrong.long().argmax()) + LENGTHS[0]]
+        part = ids[:, : self.parted(logits, due, least) + LENGTHS[0]]
         part = part if len(ids) > 1 else torch.cat([part, part.flip(1)])
         again, due = self.run(part), right(part)
         if isinstance(again, Exception) or due is None or error_of(again, due) <= least:

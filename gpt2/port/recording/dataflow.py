@@ -8,6 +8,7 @@ slicing and writing in place need no code. Parameters are never written to; thei
 """
 
 import bisect
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -159,6 +160,21 @@ class Recording:
     def name(self, id: int) -> str:
         """Return the source's name; "" for a computed element."""
         return self.source(id).name if 0 <= id < self.tokens else ""
+
+    @property
+    def made_weight(self) -> str:
+        """The name of a parameter that a projection's weights are computed from; "" if every projection takes its own."""
+        nodes = [self.nodes[number] for number in self.needed]
+        pairs = [node.tensors for node in nodes if node.kind is NodeKind.CONTRACTION and node.live and node.weight is None]
+        for operand in itertools.chain(*pairs):
+            number = self.owner(without_repeats(operand).amax())
+            while number >= 0 and self.nodes[number].learned and not self.nodes[number].live:
+                first = self.nodes[number].operands[0]
+                last = first.last if isinstance(first, Region) else int(without_repeats(first).amax())
+                if last < self.tokens:
+                    return self.name(last)
+                number = self.owner(last)
+        return ""
 
     @cached_property
     def needed(self) -> frozenset[int]:

@@ -47,10 +47,8 @@ class Borrowed:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.tensors: dict[str, Tensor] = {
-            **dict(module.named_parameters(remove_duplicate=False)),
-            **dict(module.named_buffers(remove_duplicate=False)),
-        }
+        held = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+        self.tensors: dict[str, Tensor] = {name: tensor for some in held for name, tensor in some}
         self.failure: Exception | None = None
         self.wide = True
         self._kept: set[int] = set()
@@ -60,7 +58,7 @@ class Borrowed:
     def __enter__(self) -> "Borrowed":
         if any(tensor.is_inference() for tensor in self.tensors.values()):
             self._inference.enter_context(torch.inference_mode())
-        self._default = torch.get_default_dtype()
+        self._default, self._class = torch.get_default_dtype(), type(self.module)
         self._modes = [(part, part.training) for part in self.module.modules()]
         plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
         self._attributes = [(part, dict(vars(part)), {name: dict(getattr(part, name)) for name in INNER}) for part in plain]
@@ -137,6 +135,8 @@ class Borrowed:
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
         torch.set_default_dtype(self._default)
+        if type(self.module) is not self._class:  # rows were run one after the other
+            self.module.__class__ = self._class
         for tensor, before in self._swapped.values():
             if id(tensor) in self._kept:
                 before.copy_(tensor.data)

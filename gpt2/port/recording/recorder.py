@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
-from gpt2.measure.user_code import error_at, logits_of
+from gpt2.measure.user_code import error_at, logits_of, row_by_row
 from gpt2.port.recording.dataflow import NO_ID, Graph, NodeKind, Recording
 from gpt2.port.recording.dispatch import OperatorCall, OperatorMode, tensors
 from gpt2.port.recording.forward import ForwardError, plain_attention
@@ -263,15 +263,18 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
 
 
 def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
-    """Record a forward pass on a few tokens; if it fails, on small token ids, then on a full context. Raises ForwardError."""
+    """Record a forward pass on a few tokens; if it fails, on small ids, row by row, on a full context. Raises ForwardError."""
     device = next(module.parameters(), torch.empty(0)).device
-    failures = []
-    short = min(5, config.n_positions)
-    small = min(6 * short, config.vocab_size)
-    attempts = [(2, short, config.vocab_size), (2, short, small), (1, config.n_positions, config.vocab_size)]
-    for batch, length, vocabulary in dict.fromkeys(attempts):
+    failures, own = list[str](), type(module)
+    short, vocabulary = min(5, config.n_positions), config.vocab_size
+    attempts = [(own, 2, short, vocabulary), (own, 2, short, min(6 * short, vocabulary))]
+    attempts += [(row_by_row(own, flat, vocabulary), 2, short, vocabulary) for flat in (False, True)]
+    attempts += [(own, 1, config.n_positions, vocabulary)]
+    for kind, batch, length, ids in dict.fromkeys(attempts):
         try:
-            return record(module, _probe(vocabulary, batch, length).to(device), config.vocab_size)
+            if kind is not type(module):
+                module.__class__ = kind
+            return record(module, _probe(ids, batch, length).to(device), config.vocab_size)
         except Exception as error:
             failures.append(error_at(error))
     raise ForwardError(f"{name}: its forward fails on ids of shape (2, {short}): {failures[0]}")

@@ -69,10 +69,8 @@ def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, F
     if node == "embed":
         made = batch["x"]
     else:
-        some = {
-            name: batch[name][:count] if name in batch else shared[name].expand(count, *shared[name].shape)
-            for name in READS.get(node, ("x",))
-        }
+        reads = READS.get(node, ("x",))
+        some = {n: batch[n][:count] if n in batch else shared[n].expand(count, *shared[n].shape) for n in reads}
         alike = not any(x.stride(0) for x in some.values())  # of all programs: computed once
         read = {name: x[0] if alike else x.flatten(0, 1) for name, x in some.items()}
         made = RIGHT[node](c, read)

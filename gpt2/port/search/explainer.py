@@ -214,8 +214,9 @@ class Explainer:
         first = None
         for _, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
             every = list(some)
-            sure = [target for target in every if self._is_confirmed(base, *target)]
-            for node, seen in sure or every[: 0 if self.resumed else MOST_ARRAYS]:
+            sure = [self._confirmed(base, *target) for target in every]
+            surest = [target for target, much in zip(every, sure, strict=True) if 0 < much == max(sure)]
+            for node, seen in surest or every[: 0 if self.resumed else MOST_ARRAYS]:
                 if (trial := self._with_fit(base, node, seen)) is not None:
                     if self.blocks.goes_on(trial):
                         return trial
@@ -234,14 +235,14 @@ class Explainer:
         faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
         return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
 
-    def _is_confirmed(self, base: Trial, node: str, seen: Observed) -> bool:
-        """Return whether what follows is found as an array gives it, if it is the value of a node."""
+    def _confirmed(self, base: Trial, node: str, seen: Observed) -> int:
+        """Return 2 if an array explains the block as the value of a node, 1 if something that follows is found, else 0."""
         self.observation.check()
         trial = self.blocks.tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
         if trial is None:
-            return False
-        shown = trial.seen.keys() - base.seen.keys()
-        return not BEHIND[node].isdisjoint(shown) or self.blocks.goes_on(replace(trial, alternatives=base.alternatives))
+            return 0
+        whole = self.blocks.goes_on(replace(trial, alternatives=base.alternatives))
+        return 2 if whole else int(not BEHIND[node].isdisjoint(trial.seen.keys() - base.seen.keys()))
 
     def _as_before(self, fault: Cause) -> Cause:
         """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""

@@ -160,9 +160,7 @@ class Part:
 
         What a program computes in float32 it rounds to the neighbour of what we round to, in a few places; then more follow.
         """
-        if not one.rounds or any(
-            error > max(self.right_errors[point] / BETTER, self.allowed(point)) for point, error in errors.items()
-        ):
+        if not one.rounds or any(e > max(self.right_errors[at] / BETTER, self.allowed(at)) for at, e in errors.items()):
             return False
         shown = self.shown[self.end]
         left, whole = (shown - each[self.end][:, -shown.shape[1] :] for each in (values, self.right))

@@ -23,7 +23,7 @@ from gpt2.port.alternatives.alternative import Alternative, schedules
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.observed import dropped
 from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, Program
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, Program, State
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
@@ -97,7 +97,7 @@ class Search:
         self,
         pool: Pool,
         model: Model,
-        exact: Mapping[str, Tensor],
+        exact: State,
         progress: Progress = silent,
         right: Model | None = None,
         rounding: Tolerance | None = None,
@@ -264,11 +264,8 @@ class Search:
             for layer in range(self.layers):
                 other = self.blocks.block(layer, x) if layer != expected else None
                 if other is not None and sum(node in other.seen for node in FIRST[1:]) >= 2:
-                    return (
-                        other
-                        if self.blocks.goes_on(other)
-                        else self.explainer.as_before(other) or self.explainer.explained(other)
-                    )
+                    right = other if self.blocks.goes_on(other) else None
+                    return right or self.explainer.as_before(other) or self.explainer.explained(other)
             self.finished = self.ending.explained(x, fitted=base is None or len(self.ran) >= self.layers)
         if self.finished:
             return None
