@@ -25,9 +25,11 @@ class Anatomy:
     """
 
     def __init__(self, recording: Recording) -> None:
-        if made := recording.made_weight:
-            raise NotGPT2(f"its forward computes the weights of a projection, from {made} and perhaps others")
         self.recording, self.flow = recording, Flow(recording)
+        for number, name in recording.made_weights():
+            beside = self.flow.owner(self.flow.at(self.flow.joined, self.flow.results(number)[:1]))
+            if not self.flow.is_projection(beside):  # else it is added to a projection's result, as an adapter's is
+                raise NotGPT2(f"its forward computes the weights of a projection, from {name} and perhaps others")
         self.stream = Stream(self.flow)
         self.width, self.positions = self.stream.width, self.stream.positions
         reader = Branches(self.flow, self.stream)

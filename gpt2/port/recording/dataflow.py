@@ -8,9 +8,8 @@ slicing and writing in place need no code. Parameters are never written to; thei
 """
 
 import bisect
-import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -161,20 +160,17 @@ class Recording:
         """Return the source's name; "" for a computed element."""
         return self.source(id).name if 0 <= id < self.tokens else ""
 
-    @property
-    def made_weight(self) -> str:
-        """The name of a parameter that a projection's weights are computed from; "" if every projection takes its own."""
-        nodes = [self.nodes[number] for number in self.needed]
-        pairs = [node.tensors for node in nodes if node.kind is NodeKind.CONTRACTION and node.live and node.weight is None]
-        for operand in itertools.chain(*pairs):
-            number = self.owner(without_repeats(operand).amax())
-            while number >= 0 and self.nodes[number].learned and not self.nodes[number].live:
-                first = self.nodes[number].operands[0]
-                last = first.last if isinstance(first, Region) else int(without_repeats(first).amax())
-                if last < self.tokens:
-                    return self.name(last)
-                number = self.owner(last)
-        return ""
+    def made_weights(self) -> Iterator[tuple[int, str]]:
+        """Yield each projection, by its node, whose weights are computed from parameters, and the name of one of these."""
+        for node, number in ((self.nodes[number], number) for number in sorted(self.needed)):
+            for operand in node.tensors if node.kind is NodeKind.CONTRACTION and node.live and node.weight is None else ():
+                maker = self.owner(without_repeats(operand).amax())
+                while maker >= 0 and self.nodes[maker].learned and not self.nodes[maker].live:
+                    first = self.nodes[maker].operands[0]
+                    last = first.last if isinstance(first, Region) else int(without_repeats(first).amax())
+                    if last < self.tokens:
+                        yield number, self.name(last)
+                    maker = self.owner(last)
 
     @cached_property
     def needed(self) -> frozenset[int]:
