@@ -17,6 +17,7 @@ from port.test_walk import IDS, checkpoint
 from support.faulty import CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn
+from torch.nn.utils import prune
 
 import gpt2
 from gpt2.measure.tracing import trace
@@ -137,7 +138,11 @@ def test_a_large_model_is_compared_on_one_long_text(model: gpt2.GPT2, monkeypatc
     monkeypatch.setattr("gpt2.port.mapping.mapping.MAX_WORK", 0)
     monkeypatch.setattr("gpt2.port.mapping.mapping.LENGTHS", (8, 1))
     module = hiding(model, "a token sees the last 11 tokens alone", relu=False)
-    assert [cause.id for cause in diagnose(module, model).causes] == ["mask-strict"]
+    found = diagnose(module, model)
+    assert ([cause.id for cause in found.causes], found.notes[0][-25:]) == (
+        ["mask-strict"],
+        "they part at token 11, from 0"[-25:],
+    )
     monkeypatch.setattr("gpt2.port.module.examination.LONG_TEXT", 0)
     assert diagnose(module, model).notes[-1] == "texts of more than 8 tokens were not compared"
 
@@ -351,3 +356,76 @@ def test_what_is_said_of_a_fresh_parameter_is_said_of_it_alone(model: gpt2.GPT2)
     (cause,) = (cause for cause in diagnose(module, model).causes if cause.id == "not-loaded")
     assert "places (" in cause.detail
     assert "; of h.0." in cause.detail
+
+
+def pruned(model: gpt2.GPT2, *, exact: bool = False, share: int = 0) -> nn.Module:
+    """A port whose forward multiplies c_fc's weights by a mask, which hides each ``share``-th row."""
+
+    def layer(block: nn.Module, x: Tensor) -> Tensor:
+        x = x + attend(block, block.ln_1(x), causal)
+        return x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x)), approximate="none" if exact else "tanh"))
+
+    module = port(model, layer)
+    for block in module.transformer["h"]:
+        prune.identity(block.mlp.c_fc, "weight")
+        block.mlp.c_fc.weight_mask[:: share or len(block.mlp.c_fc.weight_mask)] = not share
+    return module
+
+
+def test_weights_that_a_forward_computes_are_no_known_parts(model: gpt2.GPT2) -> None:
+    """Of a right module under torch's prune other tensors were said to be wrong, or to hold the next block's."""
+    found = [[cause.id for cause in diagnose(pruned(model, **how), model).causes] for how in ({}, {"exact": True}, {"share": 3})]
+    assert found == [[], ["gelu-variant"], []]
+    with pytest.raises(gpt2.InputError, match=r"computes the weights of a projection, from .*c_fc\.weight_"):
+        gpt2.load_into(pruned(model), model)
+
+
+class OneRow(nn.Module):
+    """Takes one row of ids; ``eval`` is not supported, as by what torch.export gives."""
+
+    def __init__(self, inner: nn.Module, flat: bool) -> None:
+        super().__init__()
+        self.inner, self.flat = inner, flat
+
+    def eval(self) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, ids: Tensor) -> Tensor:
+        if ids.ndim != 2 - self.flat or (not self.flat and len(ids) > 1):
+            raise ValueError(ids.shape)
+        return self.inner(ids.view(1, -1))
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.GPT2) -> None:
+    """Ports of picoGPT take ids (T,), and were refused; the class of the module is its own again afterwards."""
+    module = OneRow(nano(model), flat)
+    found = diagnose(module, model)
+    assert (found.ok, type(module)) == (True, OneRow)
+    assert any("the rows of a text were run one after the other" in note for note in found.notes)
+    assert gpt2.load_into(module, model).ok
+    assert gpt2.checkpoint_of(module).config.n_layer == CONFIG.n_layer
+
+
+class Appended(nn.Module):
+    """Keeps ids as its cache, and returns those of the new tokens alone; ``times``: a factor of what it returns."""
+
+    def __init__(self, inner: nn.Module, times: int) -> None:
+        super().__init__()
+        self.inner, self.times = inner, times
+
+    def forward(self, ids: Tensor, past: Tensor | None = None) -> dict[str, Tensor]:
+        whole = ids if past is None else torch.cat([past[..., 0].long(), ids], 1)
+        return {"logits": self.inner(whole)[0][:, -ids.size(1) :], "present": self.times * ids[..., None].double()}
+
+
+def test_a_cache_that_the_caller_appends_to_may_be_right(model: gpt2.GPT2) -> None:
+    """OpenAI's own code returns the keys of the new tokens, to be appended: such a module had an inconsistent cache."""
+    for times, ids in ((1, []), (0, ["cache-inconsistent"])):
+        assert [cause.id for cause in diagnose(Appended(nano(model), times), model).causes] == ids
+
+
+def test_a_context_of_one_token_has_a_position() -> None:
+    """A table of one row was left as it was, and named as not loaded."""
+    one = gpt2.GPT2(replace(CONFIG, n_positions=1))
+    assert gpt2.load_into(PORTS["nano"].build(one.config), one).ok
