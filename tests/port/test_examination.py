@@ -358,71 +358,60 @@ def test_what_is_said_of_a_fresh_parameter_is_said_of_it_alone(model: gpt2.GPT2)
     assert "; of h.0." in cause.detail
 
 
-def pruned(model: gpt2.GPT2, *, exact: bool = False, share: int = 0) -> nn.Module:
-    """A port whose forward multiplies c_fc's weights by a mask, which hides each ``share``-th row."""
+def pruned(model: gpt2.GPT2, approximate: str = "tanh", share: int = 0) -> nn.Module:
+    """A port whose forward multiplies c_fc's weights by a mask of ones, which hides each ``share``-th row."""
 
     def layer(block: nn.Module, x: Tensor) -> Tensor:
         x = x + attend(block, block.ln_1(x), causal)
-        return x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x)), approximate="none" if exact else "tanh"))
+        return x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x)), approximate=approximate))
 
     module = port(model, layer)
     for block in module.transformer["h"]:
-        prune.identity(block.mlp.c_fc, "weight")
-        block.mlp.c_fc.weight_mask[:: share or len(block.mlp.c_fc.weight_mask)] = not share
+        prune.identity(block.mlp.c_fc, "weight").weight_mask[:: share or 1] = not share
     return module
 
 
 def test_weights_that_a_forward_computes_are_no_known_parts(model: gpt2.GPT2) -> None:
     """Of a right module under torch's prune other tensors were said to be wrong, or to hold the next block's."""
-    found = [[cause.id for cause in diagnose(pruned(model, **how), model).causes] for how in ({}, {"exact": True}, {"share": 3})]
+    found = [[one.id for one in diagnose(pruned(model, *how), model).causes] for how in ((), ("none",), ("tanh", 3))]
     assert found == [[], ["gelu-variant"], []]
     with pytest.raises(gpt2.InputError, match=r"computes the weights of a projection, from .*c_fc\.weight_"):
         gpt2.load_into(pruned(model), model)
 
 
-class OneRow(nn.Module):
-    """Takes one row of ids; ``eval`` is not supported, as by what torch.export gives."""
+class Odd(nn.Module):
+    """Takes one row of ids, (T,) if ``flat``, and has no ``eval``; else (B, T), and ids as a cache that its caller appends to."""
 
-    def __init__(self, inner: nn.Module, flat: bool) -> None:
+    def __init__(self, inner: nn.Module, flat: bool | None = None, times: int = 1) -> None:
         super().__init__()
-        self.inner, self.flat = inner, flat
+        self.inner, self.flat, self.times = inner, flat, times
 
     def eval(self) -> nn.Module:
-        raise NotImplementedError
+        raise NotImplementedError  # as of torch.export
 
-    def forward(self, ids: Tensor) -> Tensor:
-        if ids.ndim != 2 - self.flat or (not self.flat and len(ids) > 1):
+    def forward(self, ids: Tensor, past: Tensor | None = None) -> dict[str, Tensor]:
+        if self.flat is not None and (ids.ndim != 2 - self.flat or (not self.flat and len(ids) > 1)):
             raise ValueError(ids.shape)
-        return self.inner(ids.view(1, -1))
+        given = ids.view(1, -1) if self.flat else ids
+        whole = given if past is None else torch.cat([past[..., 0].long(), given], 1)
+        return {"logits": self.inner(whole)[0][:, -given.size(1) :], "present": self.times * given[..., None].double()}
 
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.GPT2) -> None:
     """Ports of picoGPT take ids (T,), and were refused; the class of the module is its own again afterwards."""
-    module = OneRow(nano(model), flat)
+    module = Odd(nano(model), flat)
     found = diagnose(module, model)
-    assert (found.ok, type(module)) == (True, OneRow)
+    assert (found.ok, type(module)) == (True, Odd)
     assert any("the rows of a text were run one after the other" in note for note in found.notes)
     assert gpt2.load_into(module, model).ok
     assert gpt2.checkpoint_of(module).config.n_layer == CONFIG.n_layer
 
 
-class Appended(nn.Module):
-    """Keeps ids as its cache, and returns those of the new tokens alone; ``times``: a factor of what it returns."""
-
-    def __init__(self, inner: nn.Module, times: int) -> None:
-        super().__init__()
-        self.inner, self.times = inner, times
-
-    def forward(self, ids: Tensor, past: Tensor | None = None) -> dict[str, Tensor]:
-        whole = ids if past is None else torch.cat([past[..., 0].long(), ids], 1)
-        return {"logits": self.inner(whole)[0][:, -ids.size(1) :], "present": self.times * ids[..., None].double()}
-
-
 def test_a_cache_that_the_caller_appends_to_may_be_right(model: gpt2.GPT2) -> None:
     """OpenAI's own code returns the keys of the new tokens, to be appended: such a module had an inconsistent cache."""
     for times, ids in ((1, []), (0, ["cache-inconsistent"])):
-        assert [cause.id for cause in diagnose(Appended(nano(model), times), model).causes] == ids
+        assert [cause.id for cause in diagnose(Odd(nano(model), times=times), model).causes] == ids
 
 
 def test_a_context_of_one_token_has_a_position() -> None:
