@@ -218,6 +218,8 @@ def _serve(asked: socket.socket, modules: str) -> list[str]:
                 if (pid := os.fork()) == 0:
                     signal.set_wakeup_fd(-1)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                    for each in (asked, ended, ends, *tests):
+                        each.close()  # a socket that is let go is a warning, an error where they are strict
                     return _begin(json.loads(order), out, err, *handles)
                 os.setpgid(pid, pid)  # a signal to its group is for it alone
                 os.write(status, b"%d\n" % pid)
