@@ -1,5 +1,6 @@
 """AdamW: its settings, its parameter groups, and the learning rate as a function of the step."""
 
+import inspect
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,11 +35,21 @@ def learning_rate(step: int, steps: int, optim: Optim) -> float:
     return optim.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (optim.lr - optim.min_lr)
 
 
-def adamw(model: nn.Module, optim: Optim) -> torch.optim.AdamW:
+class AdamW(torch.optim.AdamW):
+    """torch's own, without the import of torch's compiler, which takes a second: ``compile=true`` compiles the model alone."""
+
+    add_param_group = inspect.unwrap(torch.optim.AdamW.add_param_group)
+    zero_grad = inspect.unwrap(torch.optim.AdamW.zero_grad)
+    state_dict = inspect.unwrap(torch.optim.AdamW.state_dict)
+    load_state_dict = inspect.unwrap(torch.optim.AdamW.load_state_dict)
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+def adamw(model: nn.Module, optim: Optim) -> AdamW:
     """Return AdamW (Loshchilov and Hutter, 2019) with weight decay on matrices and embeddings, not on biases and norms."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": optim.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)
+    return AdamW(groups, lr=optim.lr, betas=(optim.beta1, optim.beta2), fused=True)

@@ -22,6 +22,7 @@ from gpt2.measure.replay import Replay
 from gpt2.measure.rounding import FORWARD_RATIO, TRAINING_RATIO, rounded_weights
 from gpt2.measure.tracing import block_of, layer_of, points, trace
 from gpt2.model import GPT2
+from gpt2.optim import AdamW
 from gpt2.pages.reports import Interrupted
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -123,7 +124,7 @@ def _adamw(weight: Tensor, gradient: Tensor) -> Tensor:
     """Return how far two steps move a weight; in float64 they are not fused, since rounding is known of each operator."""
     parameter = nn.Parameter(weight.clone())
     fused = weight.dtype != torch.float64
-    optimizer = torch.optim.AdamW([parameter], 1e-2, (0.9, 0.95), weight_decay=0.1, fused=fused, foreach=False)
+    optimizer = AdamW([parameter], 1e-2, (0.9, 0.95), weight_decay=0.1, fused=fused, foreach=False)
     for scale in (1.0, -0.5):
         parameter.grad = gradient * scale
         optimizer.step()
