@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -107,23 +105,17 @@ def toml(recipe: Recipe, file: Path) -> Path:
     return file
 
 
-def command(recipe: Recipe, folder: Path) -> subprocess.Popen:
-    """Run `gpt2 train --nproc 2` as a user does; its output goes to a file beside the folder."""
+def command(recipe: Recipe, folder: Path) -> forks.Fork:
+    """Run `gpt2 train --nproc 2` as a user does; each of its processes begins as Python does."""
     path = f"{ROOT}{os.pathsep}{folder.parent}"  # where a test may have written a sitecustomize
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    file = toml(recipe, folder.with_suffix(".toml"))
-    words = [sys.executable, "-m", "gpt2", "train", str(file), "--out", str(folder), "--nproc", "2"]
-    with open(said(folder), "w") as log:
-        return subprocess.Popen(words, env=environment, start_new_session=True, stdout=log, stderr=log)
+    words = ["train", toml(recipe, folder.with_suffix(".toml")), "--out", folder, "--nproc", "2"]
+    return forks.start("-m", "gpt2", *words, environ=environment)
 
 
-def said(folder: Path) -> Path:
-    return folder.with_suffix(".log")
-
-
-def reached(folder: Path, step: int, process: subprocess.Popen) -> None:
+def reached(folder: Path, step: int, process: forks.Fork) -> None:
     end_of_time = time.monotonic() + 120
     while logged_steps(folder) < step:
-        assert process.poll() is None, said(folder).read_text()
-        assert time.monotonic() < end_of_time, said(folder).read_text()
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end_of_time
         time.sleep(0.02)

@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.ranks import Run, command, job, one, reached, said
+from support import forks
+from support.ranks import Run, command, job, one, reached
 from support.training import metrics, outcome
 
 from gpt2.errors import InputError
@@ -183,16 +183,15 @@ def test_workers_are_killed_and_the_job_ends_as_if_they_had_not_been(recipe, tmp
         os.kill(pids[victim], signal.SIGKILL)
         hold.unlink()
         lost.update(pids)
-    process.wait(300)
-    err = said(run).read_text()
-    assert process.returncode == 0, err
-    assert "restarted after a process was lost (restart 2)" in err
-    assert "Traceback" not in err
+    done = forks.finished(process, timeout=300)
+    said = done.stdout + done.stderr
+    assert "restarted after a process was lost (restart 2)" in said
+    assert "Traceback" not in said
     assert job(2, Run(shared, whole)) == ["finished"] * 2
     assert outcome(run) == outcome(whole)
 
 
-def workers(process: subprocess.Popen) -> set[int]:
+def workers(process: forks.Fork) -> set[int]:
     """The ids of a job's processes; the first is rank 0's."""
     children = [pid for found in Path(f"/proc/{process.pid}/task").glob("*/children") for pid in found.read_text().split()]
     found = set()
@@ -209,14 +208,13 @@ def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path):
     process = command(shared, tmp_path / "run")
     reached(tmp_path / "run", 10, process)
     os.killpg(process.pid, signal.SIGINT)
-    process.wait(120)
-    err = said(tmp_path / "run").read_text()
-    assert process.returncode == 130, err
-    assert "Traceback" not in err
+    done = forks.finished(process, 130)
+    said = done.stdout + done.stderr
+    assert "Traceback" not in said
     steps = [row["step"] for row in metrics(tmp_path / "run") if "loss" in row]
     found, skipped = state.newest_intact(tmp_path / "run")
     assert (found, skipped) == (tmp_path / "run" / f"step-{steps[-1]}", [])
-    assert f"interrupted and saved at step {steps[-1]}" in err
+    assert f"interrupted and saved at step {steps[-1]}" in said
 
 
 def test_a_device_that_is_not_there_is_refused(shared, tmp_path):
