@@ -146,6 +146,7 @@ class _Run:
             limit = loss_limit(progress.best_loss, self.tokenizer.n_vocab)
             require_whole_files()
             loss, norm = optimizer_step(self.scored, self.optimizer, self.feed, seeded, progress.step, lr, limit)
+            pace.tokens += recipe.batch_size * self.feed.width
             fault = fault_of(loss, norm, limit)
             progress = replace(progress, step=progress.step + 1, skips=progress.skips + 1 if fault else 0)
             if fault:

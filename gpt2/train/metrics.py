@@ -153,20 +153,23 @@ class Metrics:
 
 
 class Pace:
-    """Tokens per second since the last log, their share of ``peak``, and the seconds left at the mean speed so far."""
+    """Tokens per second since the last log, their share of ``peak``, and the seconds left at the mean speed so far.
+
+    The loop adds to ``tokens`` those that each step computed: behind a batch's longest document, filler is not.
+    """
 
     def __init__(self, step: int, recipe: Recipe, peak: float = 0.0) -> None:
         self.peak = peak
         self.recipe, self.began, self.first, self.last = recipe, step, step, step
-        self.since, self.spent, self.evaluation = time.perf_counter(), 0.0, 0.0
+        self.since, self.spent, self.evaluation, self.tokens = time.perf_counter(), 0.0, 0.0, 0
 
     def __call__(self, step: int) -> tuple[float, float, float]:
         now = time.perf_counter()
         elapsed = max(now - self.since, 1e-9)
         left = self.seconds_left(step)
         self.spent += elapsed
-        speed = (step - self.last) * self.recipe.batch_size * self.recipe.context / elapsed
-        self.last, self.since = step, now
+        speed = self.tokens / elapsed
+        self.last, self.since, self.tokens = step, now, 0
         return speed, left, speed / self.peak if self.peak else 0.0
 
     def seconds_left(self, step: int) -> float:
@@ -182,5 +185,5 @@ class Pace:
         began = time.perf_counter()
         yield
         self.first += step - self.last
-        self.last, self.since = step, time.perf_counter()
+        self.last, self.since, self.tokens = step, time.perf_counter(), 0
         self.evaluation = self.since - began

@@ -30,7 +30,7 @@ def optimizer_step(
     n = part.grad_accum
     # What stands behind the last scored token changes a step by rounding alone; with dropout, other masks are drawn without it.
     # For each new shape torch.compile would compile anew.
-    width = recipe.context if recipe.compile else given.width
+    feed.width = width = recipe.context if recipe.compile else given.width
     x, y, scored_rows = given.x[:, :width].chunk(n), given.y[:, :width].chunk(n), given.scored.chunk(n)
     apart = given.documents[:, :width].chunk(n) if given.documents is not None else [None] * n
     own = given.scored.sum().item()

@@ -215,6 +215,7 @@ def test_the_filler_behind_the_longest_row_is_not_computed(asked):
     for compiled in (False, True):
         feed = Feed(text.train_ids, marks=text.train_marks)
         found.append(one_step(WithLoss(trained, partial=True), feed, replace(recipe, compile=compiled)))
+        assert feed.width == widths[-1]  # of which tokens per second are counted, and not of filler
     assert widths[0] < 20 < widths[1] == 64
     assert furthest(*found) < 1e-10
 

@@ -70,6 +70,7 @@ def test_time_left_counts_steps_and_evaluations(monkeypatch):
         now[0] += 7
     now[0] += 10 * 0.5
     assert pace.seconds_left(10) == pytest.approx(90 * 0.5 + 4 * 7)  # after steps 30, 60, 90 and 100
+    pace.tokens = 10 * 10
     assert pace(10) == (pytest.approx(10 * 10 / 5), pytest.approx(90 * 0.5 + 4 * 7), 0.0)
 
 
