@@ -135,17 +135,9 @@ class _Mixed:
 
 @torch.inference_mode()
 def find_blame(
-    config: GPT2Config,
-    a: Read,
-    b: Read,
-    ids: Tensor,
-    windows: Windows,
-    bootstrap: Bootstrap,
-    *,
-    vocab: int,
-    progress: Progress = silent,
+    config: GPT2Config, a: Read, b: Read, ids: Tensor, windows: Windows, draws: Bootstrap, vocab: int, progress: Progress = silent
 ) -> Blame:
-    """Put parts of b into a and measure what each carries on the text ``ids`` (N,), of which ``bootstrap`` draws scored tokens.
+    """Put parts of b into a and measure what each carries on the text ``ids`` (N,), of which ``draws`` resamples scored tokens.
 
     ``a`` and ``b`` read a parameter by its name, of the shapes of ``config``; all is computed in float32, or in float64
     where a has float64 weights. Unchanged tensors are held once.
@@ -177,11 +169,11 @@ def find_blame(
     means = dict[frozenset[str], tuple[Estimate, Estimate]]()
     for taken, rows in effects.items():
         kls, gains = (torch.cat(each) for each in zip(*rows, strict=True))
-        means[taken] = bootstrap.mean(kls), bootstrap.mean(gains)
+        means[taken] = draws.mean(kls), draws.mean(gains)
     of_parts = zip(parts.items(), in_order, strict=True)
     levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
     half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())
-    return Blame(bootstrap.n, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
+    return Blame(draws.n, levels, half_parts, *means[whole], mixed.blocks_run / config.n_layer / len(batches))
 
 
 def _part(name: str) -> str:

@@ -146,7 +146,7 @@ def _texts(value: object) -> list[str]:
 def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
-    context, _ = of_run(user_path(table if isinstance(table, str) else table.path))
+    context, _ = of_run(user_path(table if isinstance(table, str) else table.path))  # a row of a run ends with the class
     bootstrap = Bootstrap(len(cases), seed, groups=torch.arange(len(cases)))
     labels = tuple(dict.fromkeys(case[1][0].strip() for case in cases))
     names = next((each.classifier.classes for each in models if each.classifier), labels)
@@ -154,7 +154,9 @@ def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: in
         if each.recording is not None or each.text_tokenizer is None:
             raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
         how = each, each.text_tokenizer, cases, bootstrap, progress
-        said.append(_classify(*how, names, context) if labelled else _ask(*how))
+        said.append(
+            _classify(*how, names, min(each.context, context - 1 if context else each.context)) if labelled else _ask(*how)
+        )
     (a, answers_a, contains_a), (b, answers_b, contains_b) = said
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
     rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))
@@ -198,18 +200,11 @@ def _encoded(cases: Iterable[tuple[str, tuple[str, ...]]], tokenizer: Tokenizer,
 
 
 def _classify(
-    model: Side,
-    tokenizer: Tokenizer,
-    cases: Asked,
-    bootstrap: Bootstrap,
-    progress: Progress,
-    names: Sequence[str],
-    context: int | None,
+    model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress, names: Sequence[str], limit: int
 ) -> Said:
     """Ask a classifier for the class of each text; of a model without its head, take which of ``names`` is likeliest after it."""
     losses, right, answers = list[float](), list[bool](), list[str]()
     names = model.classifier.classes if model.classifier else names
-    limit = min(model.context, context - 1 if context else model.context)  # a run's rows end with the class
     for number, (text, (label, *_)) in enumerate(cases, 1):
         ids, own = tokenizer.encode_prompt(text)[:limit], label.strip()
         index = names.index(own) if own in names else int(own) if own.isdecimal() and len(own) < 20 else len(names)

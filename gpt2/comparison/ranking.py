@@ -88,16 +88,13 @@ class Ranked(NamedTuple):
 
 
 def ranked(candidates: Sequence[Pair], bootstrap: Bootstrap, seed: int) -> tuple[Ranked, ...]:
-    """Return the models from the best on, by what the text asks, each with its distance from the one before.
-
-    ``bootstrap`` is of the text's tokens.
-    """
+    """Return the models from the best on, by what the text asks, each with its distance from the one before."""
     worth = [each.language.bits_per_byte.value for each in candidates]
     losses = [None if each.logp is None else -each.logp[1] for each in candidates]
     if all(words := [each.last_words for each in candidates]):
         losses = [torch.tensor(each.losses, dtype=torch.float64) for each in words if each]
         worth = [float(each.mean()) for each in losses if each is not None]
-        bootstrap = Bootstrap(sum(each.n for each in words[:1] if each), seed)
+        bootstrap = Bootstrap(words[0].n if words[0] else 0, seed)
     order = sorted(range(len(worth)), key=lambda n: (math.isnan(worth[n]), worth[n]))
     places = [Ranked(order[0], None)]
     for before, n in itertools.pairwise(order):

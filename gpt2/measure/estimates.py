@@ -30,7 +30,7 @@ class Estimate:
 
     def span(self, form: str, between: str = " .. ") -> str:
         """Format the interval; "" if it has no width, or is not a number."""
-        if self.high - self.low == math.inf and self.low == -math.inf:
+        if self.low == -math.inf < math.inf == self.high:
             return "of one: no interval"
         return f"{self.low:{form}}{between}{self.high:{form}}" if self.low < self.high else ""
 
