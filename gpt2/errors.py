@@ -118,6 +118,8 @@ def user_path(text: str | os.PathLike[str]) -> Path:
 
     Raises InputError: nobody here has that name. The only place that expands ``~``.
     """
+    if not isinstance(text, str | os.PathLike):
+        raise InputError(f"a path is a text, and this is {type(text).__name__}; give a text")
     expanded = os.path.expanduser(given := os.fspath(text))
     if expanded.startswith("~") and not os.path.lexists(given):
         name = given.partition(os.sep)[0]

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import partial, wraps
 from numbers import Integral, Real
+from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
@@ -29,10 +30,6 @@ def option(help: str, metavar: str | None = None, default: Any = None, **how: An
 
 def argument(help: str, metavar: str, default: Any = MISSING, **how: Any) -> Any:
     return option(help, metavar, default, placed=True, **how)
-
-
-def output_option(help: str, metavar: str = "FILE") -> Any:
-    return option(help, metavar, writes=True)
 
 
 def device_option(what: str = "where the model runs", default: str | None = "cpu") -> Any:
@@ -56,7 +53,7 @@ offline_option = partial(option, "make no request; use what the cache holds", de
 class Command:
     """What every command takes; its help stands behind the command's own options."""
 
-    json: str | None = output_option("write the result as JSON to FILE; - is stdout, and nothing else goes there")
+    json: str | None = option("write the result as JSON to FILE; - is stdout, and nothing else goes there", "FILE", writes=True)
     WITHOUT_EFFECT: ClassVar[dict[str, tuple[str, ...]]] = {}  # beside an option that is given: those that then have none
 
 
@@ -99,12 +96,13 @@ def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
 def read(settings: type[S], given: argparse.Namespace) -> S:
     """Return the settings that a parser of :func:`add_options` read."""
     names, values = {each.name for each in fields(settings)}, vars(given)  # type: ignore[arg-type]
+    if any(v == [] or [] in v for v in values.values() if isinstance(v, list)):  # argparse drops it
+        raise InputError("-- is no value of an option; give another one")
     return settings(**{name: tuple(v) if isinstance(v, list) else v for name, v in values.items() if name in names})
 
 
 def require_sense(settings: Command) -> None:
-    """Raise InputError: a number below its least, an option without effect beside one that is given (``WITHOUT_EFFECT``), or an
-    output that cannot be written."""
+    """Raise InputError: a number below its least, an option without effect, or an output that cannot be written."""
     for each in fields(settings):
         value, least = getattr(settings, each.name), each.metadata.get("least")
         if least is not None and value is not None and not value >= least:
@@ -158,21 +156,23 @@ KINDS: dict[Any, tuple[str, Any]] = {  # of a value: its words, and what is take
     bool: ("True or False", bool),
     int: ("a whole number", Integral),
     float: ("a number", Real),
-    str: ("a text", str | os.PathLike),
+    str: ("a text", str),
+    Path: ("a path", str | os.PathLike),
     Callable: ("a function", Callable),
 }
 
 
-def _require_type(name: str, value: Any, kind: Any) -> None:
-    """Raise InputError: a value of another type, if all that it may be is in ``KINDS``."""
+def require_type(name: str, value: Any, kind: Any) -> None:
+    """Raise InputError: a value of another type, or too large a number. Lists, and types that are texts, are not asked."""
     kinds = [get_origin(each) or each for each in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))]
-    if type(value).__name__ in ("bool", "bool_"):  # NumPy's too; a whole number elsewhere
-        fits = bool in kinds
-    else:
-        fits = any(isinstance(value, KINDS[each][1]) for each in kinds if each in KINDS)
-    if kinds and not fits and {*kinds} <= KINDS.keys():
+    if not all(isinstance(each, type) and each not in (list, Sequence, inspect.Parameter.empty) for each in kinds):
+        return
+    known = [KINDS.get(each, (f"a {each.__name__}", each)) for each in kinds]
+    is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's too; a whole number elsewhere
+    fits = bool in kinds if is_bool else any(isinstance(value, taken) for _, taken in known)
+    if not fits or (isinstance(value, int) and abs(value) >= 2**64):
         shown = repr(value)[:60] if isinstance(value, str | Real | None) else f"of type {type(value).__name__}"
-        raise InputError(f"{name} is {shown}; give {' or '.join(KINDS[each][0] for each in kinds)}")
+        raise InputError(f"{name} is {shown}; give {' or '.join(words for words, _ in known)}")
 
 
 def signed(function: F, settings: type | None = None) -> F:
@@ -192,7 +192,7 @@ def signed(function: F, settings: type | None = None) -> F:
             if name not in known:
                 near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
                 raise TypeError(f"{function.__name__}() has no keyword {name!r}{near}")
-            _require_type(f"{function.__name__}: {name}", value, known[name].annotation)
+            require_type(f"{function.__name__}: {name}", value, known[name].annotation)
         return function(*args, **options)
 
     checked.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]

@@ -166,8 +166,7 @@ def test_what_goes_in_comes_out() -> None:
     assert torch.equal(masked[0][0], masked[1])
     for dtype in (torch.int32, torch.int16, torch.uint8, torch.int64):
         result = generate(model, ids.to(dtype), 3, temperature=0)
-        assert result.dtype == torch.long
-        assert result.tolist() == [found]
+        assert (result.dtype, result.tolist()) == (torch.long, [found])
 
 
 def test_stop_ends_a_text_and_keeps_the_id() -> None:

@@ -58,6 +58,8 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
         (gpt2.verify, {"seed": None}, "verify: seed is None; give a whole number"),
         (gpt2.compare, {"tokens": "x"}, "compare: tokens is 'x'; give a whole number or None"),
         (gpt2.trace, {"gradients": "no"}, "trace: gradients is 'no'; give True or False"),
+        (gpt2.compare, {"save": 5}, "compare: save is 5; give a text or a path or None"),
+        (gpt2.trace, {"steps": 2**70}, "trace: steps is 11805"),
         (gpt2.verify_device, {"progress": "x"}, "verify_device: progress is 'x'; give a function"),
     ):
         assert says in refusal(function, **wrong)

@@ -90,8 +90,7 @@ def test_draws_follow_the_distribution() -> None:
     """The candidates may be right and their weights wrong. Control: the same draws against the neighbour's distribution."""
     logits, settings = torch.tensor([[1.0, -0.5, 0.3, 2.0, 0.0, 0.7]]), {"temperature": 2.0, "top_k": 5, "top_p": 0.7}
     drawn = Sampling(**settings).next_ids(logits.expand(60000, 6), torch.Generator().manual_seed(5))
-    assert drawn.dtype == torch.long
-    assert drawn.shape == (60000,)
+    assert (drawn.dtype, drawn.shape) == (torch.long, (60000,))
 
     def chi_square(probabilities: torch.Tensor) -> float:
         pairs = zip(drawn.bincount(minlength=6).tolist(), probabilities[0].tolist(), strict=True)

@@ -113,7 +113,7 @@ def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) 
         if device.type == "mps" and dtype == torch.float64:
             raise InputError("mps has no float64; give the model another dtype, as in gpt2:float32")
         torch.zeros(1, device=device).item()  # meta holds nothing
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError):
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, OverflowError):
         here = "this machine has no accelerator, use cpu"
         if torch.accelerator.is_available():
             here = f"this machine has cpu and {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"

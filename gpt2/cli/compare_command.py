@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from gpt2.cli.common import finish, set_option, wrote
 from gpt2.comparison.settings import CaseTable, Settings
 from gpt2.errors import InputError, size
-from gpt2.options import Command, argument, option, output_option, require_unused
+from gpt2.options import Command, argument, option, require_unused
 from gpt2.pages.streams import Status
 
 EXAMPLES = """\
@@ -54,7 +54,7 @@ class CompareSettings(Settings, Command):
     set: tuple[str, ...] = set_option("data.prompt=NAME and data.field=NAME, the fields of --cases; ")
     noise: bool = option(NOISE, default=False)
     attention: str | None = option("compare only the attention of each head on TEXT", "TEXT")
-    html: str | None = output_option("write the report as one self-contained page")
+    html: str | None = option("write the report as one self-contained page", "FILE", writes=True)
     WITHOUT_EFFECT: ClassVar = {
         "noise": ("b", "attention", "blame", "fail_if", "save", "cases", "threshold", "device", "set"),
         "attention": ("others", "on", "tokens", "threshold", "seed", "blame", "fail_if", "save", "cases"),

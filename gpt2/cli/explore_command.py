@@ -9,7 +9,7 @@ from gpt2.checkpoint.names import DEFAULT
 from gpt2.cli.common import finish, set_option
 from gpt2.errors import InputError
 from gpt2.explore.serving import Answer, PageServer
-from gpt2.options import Command, argument, device_option, offline_option, option, output_option
+from gpt2.options import Command, argument, device_option, offline_option, option
 from gpt2.pages.streams import Status
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ class ExploreSettings(Command):
     set: tuple[str, ...] = set_option()
     prompt: str | None = option("the first text to show", "TEXT")
     port: int = option("port to serve at; 0 takes a free one", "N", 8642)
-    html: str | None = output_option("write the page to FILE instead of serving it")
+    html: str | None = option("write the page to FILE instead of serving it", "FILE", writes=True)
     offline: bool = offline_option()
     device: str = device_option()
     WITHOUT_EFFECT: ClassVar = dict.fromkeys(("html", "json"), ("port",))  # they serve nothing

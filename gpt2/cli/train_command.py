@@ -12,7 +12,7 @@ from typing import Any
 
 from gpt2.cli.common import finish, note, wrote
 from gpt2.errors import InputError
-from gpt2.options import Command, argument, option, output_option, pick, require_unused
+from gpt2.options import Command, argument, option, pick, require_unused
 
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
@@ -38,7 +38,7 @@ class TrainSettings(Command):
     settings: bool = option("list the recipe's keys with value and meaning, for --set", default=False)
     list_data: bool = option("show what would be trained on, and train nothing", default=False)
     init: str | None = option("fine-tune this model instead of training from scratch", "MODEL")
-    out: str | None = output_option(OUT, "DIR")
+    out: str | None = option(OUT, "DIR", writes=True)
     set: tuple[str, ...] = option("override a key of the recipe; may be repeated", "KEY=VALUE", ())
     nproc: int = option("share each batch among N processes on this machine", "N", 1, least=1)
     fresh: bool = option("start again in a folder that holds a run", default=False)

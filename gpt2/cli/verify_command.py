@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gpt2.cli.common import ModelSettings, finish
-from gpt2.options import device_option, output_option, pick
+from gpt2.options import device_option, option, pick
 from gpt2.pages.streams import Status
 from gpt2.parity.settings import VerifySettings
 
@@ -35,7 +35,7 @@ exit code: 0 equal, 1 different, or a device that is wrong or lacks an operator,
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions(VerifySettings, ModelSettings):
-    html: str | None = output_option("also write the report as one HTML file")
+    html: str | None = option("also write the report as one HTML file", "FILE", writes=True)
     device: str | None = device_option("judge this device instead, operator by operator", None)
     WITHOUT_EFFECT: ClassVar = {"device": ("record", "quick", "keep_going")}  # which judges the device
 

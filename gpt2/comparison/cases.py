@@ -10,6 +10,7 @@ which label is likeliest after the text.
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 
@@ -106,7 +107,7 @@ class Cases:
         return Section(title, note, columns, rows, for_pages=title != "Cases")
 
 
-def read_cases(table: str | CaseTable) -> tuple[Asked, bool]:
+def read_cases(table: str | Path | CaseTable) -> tuple[Asked, bool]:
     """Read (prompt, expected) or (text, label) from a table; return them, and whether they are labelled texts.
 
     Numbers are text; a list of expected texts are several that are right. Raises InputError: no such file, another kind of file,
@@ -143,7 +144,7 @@ def _texts(value: object) -> list[str]:
 
 
 @torch.inference_mode()
-def compare_cases(table: str | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
+def compare_cases(table: str | Path | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
     context, _ = of_run(user_path(table if isinstance(table, str) else table.path))  # a row of a run ends with the class

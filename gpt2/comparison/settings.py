@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from gpt2.options import device_option, offline_option, option, output_option, seed_option
+from gpt2.options import device_option, offline_option, option, seed_option
 
 THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 TEXT = "a text file or table, read as train reads it, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
@@ -31,6 +31,6 @@ class Settings:
     offline: bool = offline_option()
     device: str = device_option("where checkpoints run; float64 stays on the CPU")
     blame: bool = option("also put parts of B into A, and measure what each carries", default=False)
-    cases: str | CaseTable | None = option(CASES, "FILE")
-    save: str | Path | None = output_option("keep what A shows on the text, for a side trace:FILE (.safetensors)")
+    cases: str | Path | CaseTable | None = option(CASES, "FILE")
+    save: str | Path | None = option("keep what A shows on the text, for a side trace:FILE (.safetensors)", "FILE", writes=True)
     progress: Callable[[str], None] = lambda what: None  # called with a few words at each stage

@@ -73,8 +73,7 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
 def _parsed(text: str) -> Any:
     """Return what JSON says. Raises ValueError: also for a lone surrogate, half of a character, which no text has."""
     body = json.loads(text)
-    if "\\u" in text:
-        json.dumps(body, ensure_ascii=False).encode()
+    json.dumps(body if "\\u" in text else None, ensure_ascii=False).encode()
     return body
 
 

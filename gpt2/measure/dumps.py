@@ -130,7 +130,7 @@ def _refuse_steps(tensors: Mapping[str, Tensor], ids: Tensor, config: GPT2Config
     large, wide = of_a_step(tensors, config), [one for one in tensors.values() if one.shape[-1:] >= (config.vocab_size,)]
     logits = any(one.numel() // one.shape[-1] <= ids.numel() for one in wide)
     others = (tensor for name, tensor in tensors.items() if name not in large and tensor.is_floating_point())
-    forward = logits or any(ids.shape[-1] in tensor.shape for tensor in others)
+    forward = logits or any(length in tensor.shape for tensor in others for length in ids.shape[-1:])
     if (ids.ndim == 3 and ids.numel()) or (large and not forward):
         several = f"ids of shape {tuple(ids.shape)}"
         what = several if ids.ndim == 3 else f"{shown(large[0])}, which has a parameter's shape, and no logits"

@@ -92,6 +92,7 @@ MISTAKES = [
     ("compare shakespeare-mini shakespeare-mini --tokens 1", "1 tokens are too few"),
     ("compare shakespeare-mini random:distilgpt2", "vocabularies of 2,048 and 50,257 ids, and one has no tokenizer"),
     ("trace --out -", "--out -: only --json goes to stdout; give a path"),  # was a folder of that name
+    ("info --json=--", "-- is no value of an option; give another one"),
     ("compare a b --json x --html ./x", "--html ./x: is what --json writes, and would be lost"),
     ("train file --set data.path=file --json file", "--json file: is read too, and would be lost; give another path"),
     ("compare shakespeare-mini shakespeare-mini --device meta", "no device 'meta' here"),

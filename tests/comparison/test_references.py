@@ -103,7 +103,7 @@ def test_no_claim_is_believed(saved: str, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError):
         open_side(f"trace:{path}")
     assert open_side(forged(saved, path, lambda about, arrays: None)).recording.tokenizer  # what is forged is read, if it is true
-    claims: list[dict] = [{"windows": {"context": "16"}}, {"side": []}, {"text": None}]
+    claims: list[dict] = [{"windows": {"context": "16"}}, {"side": []}, {"text": None}, {"side": {"dtype": 5}}]
     claims += [{"side": {"files": files}} for files in ({"a": 5}, ["x"], {"a": None})]  # a traceback of `--json`
     held = [("ids", array) for array in (torch.full((200,), -1), torch.full((200,), 10**6), torch.zeros(3), torch.zeros(2, 2, 2))]
     held += [("token_bytes", torch.ones(3).double()), ("logits", torch.zeros(199, dtype=torch.int32))]

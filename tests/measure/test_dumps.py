@@ -64,6 +64,7 @@ BAD = {
     "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 66, and the model knows 0 to 60"),
     "negative": ({"ids": IDS - 2, "logits": LOGITS}, "holds the id -1"),
     "four axes": ({"ids": IDS[None, None], "logits": LOGITS}, "has shape (1, 1, 2, 3), and ids are (T,) or (B, T)"),
+    "no axes": ({"ids": np.array(3), "logits": LOGITS}, "has shape ()"),
     "fractions": ({"ids": IDS + 0.5, "logits": LOGITS}, "holds float64 values that are not ids"),
     "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),

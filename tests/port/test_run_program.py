@@ -147,8 +147,7 @@ def test_the_lines_shown_dump(language: str, tmp_path: Path, home: FourteenthBed
         command = program(language, folder, tensors(home, faults))
         assert main(["diagnose", "--run", command, "--model", str(home.model), "--json", "-"]) == code
         answer = json.loads(capsys.readouterr().out)
-        assert answer["seen"] == "dump"
-        assert answer["module"] == command
+        assert (answer["seen"], answer["module"]) == ("dump", command)
         assert [(cause["id"], cause["where"]) for cause in answer["causes"]] == [("residual-from-normed", "h.*")] * code
 
 

@@ -63,8 +63,7 @@ def test_every_array_is_there_once_and_explained(traced: gpt2.Trace) -> None:
     """An array without a meaning, or one of the wrong shape, is one that nobody can compare."""
     parameters = [f"grad.{name}" for name in gpt2.load(traced.model).state_dict()]
     assert list(traced.arrays) == ["ids", *points(2), "targets", "loss", *parameters]
-    assert traced.arrays["ids"].tolist() == IDS.tolist()
-    assert traced.arrays["loss"].shape == ()
+    assert (traced.arrays["ids"].tolist(), traced.arrays["loss"].shape) == (IDS.tolist(), ())
     assert traced.arrays["targets"].tolist() == [[*row[1:], -100] for row in IDS.tolist()]
     logits, targets = (
         traced.arrays["logits"].flatten(0, 1),

@@ -14,7 +14,7 @@ import itertools
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,6 +34,7 @@ from gpt2.measure.dumps import IDS
 from gpt2.measure.metrics import Logits
 from gpt2.measure.tracing import Recorded, grouped, points
 from gpt2.measure.windows import RowWindows, Window, Windows
+from gpt2.options import require_type
 from gpt2.pages.reports import as_json
 
 PREFIX, SUFFIX = "trace:", ".safetensors"
@@ -104,6 +105,8 @@ class TraceSide(Side):
         if not isinstance(files := side.get("files", {}), dict) or not all(isinstance(each, str) for each in files.values()):
             raise ValueError("its side's files are not names, each with a hash")
         model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), files)
+        for part, value in ((part, getattr(each, part.name)) for each in (text, model) for part in fields(each)):
+            require_type(part.name, value, part.type)
         passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
         return cls(name, model, rows, passage, traced, config)
 
