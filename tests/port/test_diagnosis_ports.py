@@ -133,8 +133,9 @@ def test_positions_that_begin_too_late_are_named_though_no_text_shows_it(directo
     module = Faulty("heads", "").build(CONFIG, directory)
     module.positions = torch.nn.Embedding(11, CONFIG.n_embd)
     gpt2.load_into(module, model)
-    assert diagnose(module, model).ok
-    assert f"11 positions, the checkpoint {CONFIG.n_positions}" in diagnose(module, model).table(120)
+    found = diagnose(module, model)
+    assert found.ok
+    assert f"11 positions, the checkpoint {CONFIG.n_positions}" in found.table(120)
 
 
 def test_values_that_are_turned_are_filled(directory, model):

@@ -107,7 +107,7 @@ def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_pat
 @torch.no_grad()
 def test_official_shape(tmp_path):
     """At the official shape: memory that is quadratic in the width, or ids taken for positions, would show only here."""
-    port, config = PORTS["interleaved"], replace(OFFICIAL_SIZES["gpt2"], n_layer=3)
+    port, config = PORTS["interleaved"], replace(OFFICIAL_SIZES["gpt2"], n_layer=1)
     hf_layouts.official(tmp_path, config)
     module = port.build(config).float()
     report = load_into(module, str(tmp_path))

@@ -3,8 +3,6 @@
 import copy
 import itertools
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 
 import numpy as np
@@ -21,7 +19,6 @@ from gpt2.errors import InputError
 from gpt2.measure.metrics import silent
 from gpt2.port import diagnosis
 from gpt2.port.diagnosis import examine_module
-from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.step.causes import STAGE
 from gpt2.port.step.clipping import read_clipping
 from gpt2.port.step.settings import StepSettings
@@ -204,17 +201,14 @@ IDS = [meaning.ids[0] for meaning in MEANINGS.values()]
 ALONE = [word for word, id in zip(MEANINGS, IDS, strict=True) if id not in HEALED or IDS.count(id) > 1]  # not all healed
 
 
-@cache
-def forward_of(kind: str) -> tuple[Diagnosis, WeightMap | None]:
-    return examine_module(module_of(kind), right_model(), False, silent)
+forward_of = cache(lambda kind: examine_module(module_of(kind), right_model(), False, silent))
 
 
-@contextmanager
-def examined_once(kind: str) -> Iterator[None]:
-    """Examine the forward pass of a module of this kind once for all steps; the tests of right steps examine each."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(diagnosis, "examine_module", lambda *given: forward_of(kind))
-        yield
+@pytest.fixture
+def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Examine the forward pass of a kind of module once for all its steps; the tests of right steps examine each."""
+    kind_of = {type(module_of(kind)): kind for kind in ("ours", "nano")}
+    monkeypatch.setattr(diagnosis, "examine_module", lambda module, *_: forward_of(kind_of[type(module)]))
 
 
 @cache
@@ -224,11 +218,10 @@ def said_of(kind: str, lines: tuple[tuple[str, str], ...]) -> Diagnosis:
     for word in kind.split():
         settings |= KINDS.get(word, {})
     settings = {key: value for key, value in settings.items() if value is not None}
-    make_step = step_of(settings["grad_accum"], **dict(lines))
-    with examined_once("ours"):
-        return gpt2.diagnose_step(our_model(), make_step, right_model(), settings=settings)
+    return gpt2.diagnose_step(our_model(), step_of(settings["grad_accum"], **dict(lines)), right_model(), settings=settings)
 
 
+@pytest.mark.usefixtures("examined_once")
 @pytest.mark.parametrize("id", each(HEALED))
 def test_a_correction_that_is_carried_out_heals_the_step(id: str) -> None:
     """The printed line was the one that the user had: `(loss / grad_accum)`; weights in bfloat16 were called detached."""
@@ -244,12 +237,11 @@ def test_a_correction_that_is_carried_out_heals_the_step(id: str) -> None:
     assert healed.ok, healed.table()
 
 
+@pytest.mark.usefixtures("examined_once")
 @pytest.mark.parametrize("name", each([*COMBINED, *ALONE]))
 def test_the_causes_of_faults_are_named(name):
     """A fault of one stage must not hide one of another, nor be taken for another; what one says falsely, another may have."""
-    step = FAULTY_STEPS[name]
-    with examined_once(step.kind):
-        found = score_step(name, step, diagnosis_of(step))
+    found = score_step(name, FAULTY_STEPS[name], diagnosis_of(FAULTY_STEPS[name]))
     assert found.perfect, found.flaws()
 
 

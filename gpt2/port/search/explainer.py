@@ -96,11 +96,12 @@ class Explainer:
         pairs = [Candidate(((one, base.layer), (two, base.layer))) for one in factors for two in others]
         for node in RESULTS:  # two faults leave little that is like a node's value: any array may be it, by its first row
             arrays = list(self.observation.unexplained(node, base.state[node], base.seen.values()))
-            if not arrays:
+            some = [pair for pair in pairs if node != "attn.heads" or any(node in one.edits for one, _ in pair.sites)]
+            if not (arrays and some):  # heads that are merged as GPT-2 does show what is mixed, which was tried
                 continue
             part, rows = self.blocks.part(base, node, arrays[0]), torch.stack([seen.value[:1] for seen in arrays])
             bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
-            for few, values in Batch(part, 1).values(pairs):
+            for few, values in Batch(part, 1).values(some):
                 self.observation.check()
                 near = [(values - row).abs().flatten(1).amax(1) <= bound for row, bound in zip(rows, bounds, strict=True)]
                 for (one, _), (two, _) in (few[n].sites for n in torch.stack(near).any(0).nonzero()[:, 0].tolist()):
