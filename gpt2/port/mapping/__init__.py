@@ -25,6 +25,7 @@ from gpt2.port.mapping.mapping import WeightMap, probes
 from gpt2.port.mapping.report import MappingReport, Remarks
 from gpt2.port.recording.forward import Borrowed, device_of
 from gpt2.port.recording.recorder import give_shapes, record_probe
+from gpt2.port.terms.budget import few_threads
 
 __all__ = ["MappingReport", "load_into"]
 
@@ -59,7 +60,7 @@ def load_into(
     give_shapes(module, config, name)
     if not any(tensor.is_floating_point() for tensor in [*module.parameters(), *module.buffers()]):
         raise InputError(f"{name}: it has no parameters to fill; register its weights as torch.nn.Parameter")
-    with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
+    with torch.random.fork_rng(devices=[]), few_threads(config.num_parameters()), Borrowed(module) as borrowed:
         try:
             mapping = WeightMap(Anatomy(record_probe(module, config, name)), config)
         except NotGPT2 as reason:
