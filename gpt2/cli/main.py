@@ -179,6 +179,8 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         said = f"{error.filename}: {error.strerror}; see that it is there, and that you may use it"
         return printable(str(InputError(said)), one_line=True)
+    if isinstance(error, FileNotFoundError):  # by os.getcwd, which names no file
+        return "the working folder has been deleted; change to another"
     return str(InputError(f"a library failed on these files ({error}); fetch or write them again")) if panicked(error) else None
 
 

@@ -136,11 +136,16 @@ def test_ctrl_c_while_it_starts_is_no_traceback() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "True\n"
 
 
-def test_an_unforeseen_error_of_the_system_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "/a/b"), "/a/b: Permission denied; see that it is there"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "the working folder has been deleted"),  # os.getcwd()
+    ],
+)
+def test_an_unforeseen_error_of_the_system_is_one_line(
+    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     """A folder that may not be entered was a traceback."""
-
-    def refused(*args: object, **settings: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", "/a/b")
-
-    monkeypatch.setattr("gpt2.checkpoint.describe.describe", refused)
-    assert "/a/b: Permission denied; see that it is there" in mistake(capsys, "info")
+    monkeypatch.setattr("gpt2.checkpoint.describe.describe", Mock(side_effect=error))
+    assert said in mistake(capsys, "info")
