@@ -25,7 +25,7 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 SAID = {
     "hangs_in_forward": "did not end in 3 s (hangs_in_forward.py, line 8, in forward)",
     "crashes_in_build": "(crashes_in_build.py, line 7:",
-    "crashes_in_forward": "(crashes_in_forward.py, line 6:",
+    "crashes_in_forward": "(crashes_in_forward.py, line 8:",
     "exits": "it calls sys.exit(0) (exits.py, line 7",
     "imports_what_is_not_there": "No module named 'a_package_that_nobody_has_installed'",
     "needs_more": "build(checkpoint_dir, device, compile)",

@@ -39,24 +39,8 @@ from support.commands import ASSET
 
 SECONDS, MEMORY, LIMIT = 30, 2000, 2000  # of one input: seconds, MB that the process grows by, letters of its refusal
 NUMBERS = [0, 1, 2, 3, 7, 8, 31, 64, 127, 255, 65535, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**40, 2**47, 2**53, 2**62, 2**63, -1]
-JUNK = [
-    *NUMBERS,
-    10**30,
-    1.5,
-    1e300,
-    True,
-    None,
-    "",
-    "F32",
-    "a\nb",
-    "\ud800",
-    "x" * 3000,
-    [],
-    [[]],
-    {},
-    float("nan"),
-    [2**32] * 2,
-]
+JUNK = [*NUMBERS, 10**30, 1.5, 1e300, True, None, "", "F32", "a\nb", "\ud800", "x" * 3000]
+JUNK += [[], [[]], {}, float("nan"), [2**32] * 2]
 Read = Callable[[Path], object]
 
 

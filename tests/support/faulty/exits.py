@@ -24,28 +24,14 @@ BUILDS = {
     "wants_gpu": "return sound.build(checkpoint_dir).cuda()",
 }
 FORWARDS = {
+    "crashes_in_forward": "return super().forward(ids).view(7, 7, 7, -1)[1000]",
     "hangs_in_forward": "time.sleep(3600)",
     "returns_hidden": "return torch.zeros(*ids.shape, self.sizes.width) + super().forward(ids).sum()",
     "returns_nan": "return super().forward(ids) + math.inf - math.inf",  # as with a mask of minus infinity only
     "training_dropout": "return torch.dropout(super().forward(ids), 0.1, True)",
 }
 WHOLE = {
-    "crashes_in_forward": """
-import sound
-
-class Wrong(sound.Sound):
-    def forward(self, ids):
-        return super().forward(ids).view(7, 7, 7, -1)[1000]
-
-def build():
-    return Wrong(sound.Sizes(67, 23, 20, 3, 4, 52))
-""",
-    "needs_more": """
-import sound
-
-def build(checkpoint_dir, device, compile):
-    return sound.build(checkpoint_dir).to(device)
-""",
+    "needs_more": "import sound\n\ndef build(checkpoint_dir, device, compile): return sound.build(checkpoint_dir).to(device)\n",
     "no_build": "from sound import build as make\n",
     # To both streams and to their file descriptors.
     "prints": HEAD
