@@ -244,35 +244,31 @@ DROPPING = replace(TINY, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
 
 
 def test_dropout_stands_where_the_paper_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Possible bugs: one dropout too many (inside the feed-forward) or too few, a wrong rate, or dropout after `eval()`."""
-    calls, real = [], F.dropout
+    """Possible bugs: one dropout too many (inside the feed-forward) or too few, a wrong rate, or dropout after `eval()`.
+
+    The fused kernel applies the given rate in eval mode too: the caller must pass 0.
+    """
+    calls, dropout, fused = [], F.dropout, F.scaled_dot_product_attention
 
     def watch(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         calls.append((tuple(x.shape), p if training else 0.0))
-        return real(x, p, training, inplace)
+        return dropout(x, p, training, inplace)
+
+    def watch_fused(*args: Tensor, **kwargs: object) -> Tensor:
+        calls.append(("fused", kwargs["dropout_p"]))
+        return fused(*args, **kwargs)
 
     monkeypatch.setattr(F, "dropout", watch)
-    model, ids = GPT2(DROPPING).use_attention(eager_attention), torch.arange(8).view(2, 4)
-    branch = ((2, 4, 15), 0.3)
-    model.train()(ids)
-    assert calls == [((2, 4, 15), 0.1), *[((2, 3, 4, 4), 0.2), branch, branch] * 2]
-    calls.clear()
-    model.eval()(ids)
-    assert {p for _, p in calls} == {0.0}
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_the_fused_kernel_gets_the_same_rate(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
-    """The fused kernel applies the given rate in eval mode too: the caller must pass 0."""
-    rates, real = [], F.scaled_dot_product_attention
-
-    def watch(*args: Tensor, **kwargs: object) -> Tensor:
-        rates.append(kwargs["dropout_p"])
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
-    getattr(GPT2(DROPPING), mode)()(torch.arange(5)[None])
-    assert rates == [0.2 if mode == "train" else 0.0] * 2
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch_fused)
+    embedded, branch = ((2, 4, 15), 0.1), ((2, 4, 15), 0.3)
+    for attend, weights in ((eager_attention, (2, 3, 4, 4)), (sdpa_attention, "fused")):
+        model, ids = GPT2(DROPPING).use_attention(attend), torch.arange(8).view(2, 4)
+        model.train()(ids)
+        assert calls == [embedded, *[(weights, 0.2), branch, branch] * 2]
+        calls.clear()
+        model.eval()(ids)
+        assert {p for _, p in calls} == {0.0}
+        calls.clear()
 
 
 @pytest.mark.parametrize("attend", [sdpa_attention, eager_attention, eager_attention_upcast])

@@ -113,7 +113,7 @@ def entry_flipped(mask: Tensor, row: int, column: int) -> Tensor:
     return mask.index_put((*torch.tensor([[0], [0], [row], [column]]),), 1 - mask[0, 0, row, column])
 
 
-MASK = "transformer.h.1.attn.bias"
+MASK, HEAD = "transformer.h.1.attn.bias", "lm_head.weight"
 MASKS = (
     lambda mask: torch.ones_like(mask),  # all ones
     lambda mask: mask.transpose(2, 3),  # upper
@@ -136,14 +136,8 @@ def test_a_causal_mask_of_any_dtype_is_dropped(tmp_path: Path, dtype: torch.dtyp
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        (
-            lambda t: t.update({"lm_head.weight": t["lm_head.weight"][1:].contiguous()}),
-            "lm_head.weight is [60, 12], expected [61,",
-        ),
-        (
-            lambda t: t.update({"lm_head.weight": t["lm_head.weight"].reshape(12, 61)}),
-            "lm_head.weight is [12, 61], expected [61,",
-        ),
+        (lambda t: t.update({HEAD: t[HEAD][1:].contiguous()}), "lm_head.weight is [60, 12], expected [61,"),
+        (lambda t: t.update({HEAD: t[HEAD].reshape(12, 61)}), "lm_head.weight is [12, 61], expected [61,"),
         (lambda t: t.update({"lm_head.decoder.weight": torch.zeros(61, 12)}), "there twice, with other values: lm_head."),
         (lambda t: t.update({"lm_head.bias": torch.zeros(61)}), "unexpected: lm_head.bias"),
         (lambda t: t.update({"transformer.h.1.attn.masked_bias": torch.zeros(2)}), "not a scalar: transformer.h.1.attn.masked"),

@@ -78,16 +78,12 @@ def test_the_command_exits_1_where_a_file_was_damaged(
     assert body["check"]["ok"] is True
     assert {each["program"] for each in body["check"]["opened"]} >= {"gpt2", "gguf package"}
 
-    right = exported.check_export
-    file = tmp_path / "model.gguf"
+    right, file = exported.check_export, tmp_path / "model.gguf"
+    data = file.read_bytes()
+    for damaged, refused in ((data[:-5] + bytes([data[-5] ^ 0x10]) + data[-4:], 1), (data[:5000], 2)):
 
-    def flipped(data: bytes) -> bytes:
-        return data[:-5] + bytes([data[-5] ^ 0x10]) + data[-4:]
-
-    for damage, refused in ((flipped, 1), (lambda data: data[:5000], 2)):
-
-        def check(done: Export, damage=damage, **settings: object) -> object:
-            file.write_bytes(damage(file.read_bytes()))
+        def check(done: Export, damaged: bytes = damaged, **settings: object) -> object:
+            file.write_bytes(damaged)
             return right(done, **settings)
 
         monkeypatch.setattr(exported, "check_export", check)

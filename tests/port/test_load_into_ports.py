@@ -87,22 +87,6 @@ def test_missing_places_are_reported(name, checkpoints):
     assert any("is the only difference from the checkpoint: without that, logits agree" in one for one in report.notes), report
 
 
-@pytest.mark.parametrize("name", LACKING)
-@torch.no_grad()
-def test_a_missing_bias_is_no_fault_where_the_checkpoint_has_zeros(name, tmp_path):
-    """If the checkpoint has zeros where a port has no parameter, the logits must agree."""
-    port, config = PORTS[name], CONFIGS["tiny"]
-    state = hf_layouts.weights(config)
-    for family in port.lacks:
-        for layer in range(config.n_layer):
-            state[family.format(layer)].zero_()
-    hf_layouts.write_weights(hf_layouts.write_config(tmp_path, config) / "model.safetensors", state)
-    module = port.build(config).double()
-    report = load_into(module, str(tmp_path))
-    assert relative_error(module, port, gpt2.load(str(tmp_path), dtype="float64")) <= BOUND
-    assert report.ok
-
-
 @pytest.mark.slow
 @torch.no_grad()
 def test_official_shape(tmp_path):

@@ -42,11 +42,7 @@ def ids() -> Tensor:
 
 
 def explained(
-    model: GPT2,
-    ids: Tensor,
-    evidence: dict[str, Tensor],
-    tolerance: float | dict[str, float] = 1e-9,
-    work: float = math.inf,
+    model: GPT2, ids: Tensor, evidence: dict[str, Tensor], tolerance: float | dict[str, float] = 1e-9, work: float = math.inf
 ) -> Explanation:
     allowed = tolerance if isinstance(tolerance, dict) else dict.fromkeys(evidence, tolerance)
     own = Model(model.state_dict(), model.config, ids, budget=Budget(work))
@@ -188,16 +184,10 @@ def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
     assert named(explanation)[0] == [("layernorm-without-affine", "ln_f")]
 
 
-@pytest.mark.parametrize(
-    ("part", "id"),
-    [
-        *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in (("is ReLU;", "gelu-variant"), ("without transposing back", "head-layout"))
-        ),
-        ("", ""),
-    ],
-)
+OF_PROMPTS = ("is ReLU;", "gelu-variant"), ("without transposing back", "head-layout")
+
+
+@pytest.mark.parametrize(("part", "id"), [("", ""), *(pytest.param(*one, marks=pytest.mark.slow) for one in OF_PROMPTS)])
 def test_a_fault_of_the_prompt_alone_is_found(part: str, id: str) -> None:
     """A prompt is computed in one piece, and steps after it need no mask and no merging: there, the same code may be right."""
     calls = ((0, 4), *((n, n + 1) for n in range(4, 9)))

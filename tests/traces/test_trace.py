@@ -65,11 +65,9 @@ def test_every_array_is_there_once_and_explained(traced: gpt2.Trace) -> None:
     assert list(traced.arrays) == ["ids", *points(2), "targets", "loss", *parameters]
     assert (traced.arrays["ids"].tolist(), traced.arrays["loss"].shape) == (IDS.tolist(), ())
     assert traced.arrays["targets"].tolist() == [[*row[1:], -100] for row in IDS.tolist()]
-    logits, targets = (
-        traced.arrays["logits"].flatten(0, 1),
-        traced.arrays["targets"].flatten().long(),
-    )  # -100: left out by default
-    assert torch.nn.functional.cross_entropy(logits, targets).item() == pytest.approx(traced.arrays["loss"].item(), rel=1e-12)
+    logits, targets = (traced.arrays[name].flatten(0, 1) for name in ("logits", "targets"))
+    loss = torch.nn.functional.cross_entropy(logits, targets.long())  # -100: left out by default
+    assert loss.item() == pytest.approx(traced.arrays["loss"].item(), rel=1e-12)
     letters = {"B": 2, "T": 5, "D": 48, "F": 192, "H": 4, "V": 300, "1": 1}
     for name, tensor in traced.arrays.items():
         text = meaning(name)
