@@ -9,6 +9,7 @@ import signal
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from types import ModuleType
 from typing import Any, NoReturn, get_type_hints
@@ -179,7 +180,10 @@ def line_of(error: BaseException) -> str | None:
     if isinstance(error, OSError) and error.filename is not None:
         said = f"{error.filename}: {error.strerror}; see that it is there, and that you may use it"
         return printable(str(InputError(said)), one_line=True)
-    if isinstance(error, FileNotFoundError):  # by os.getcwd, which names no file
+    if isinstance(error, FileNotFoundError):  # without a name, as os.getcwd's is, but also that of some libraries
+        with suppress(FileNotFoundError):
+            os.getcwd()
+            return None
         return "the working folder has been deleted; change to another"
     return str(InputError(f"a library failed on these files ({error}); fetch or write them again")) if panicked(error) else None
 

@@ -147,7 +147,8 @@ def _texts(value: object) -> list[str]:
 def compare_cases(table: str | Path | CaseTable, models: tuple[Side, Side], *, seed: int, progress: Progress) -> Cases:
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
-    context, _ = of_run(user_path(table if isinstance(table, str) else table.path))  # a row of a run ends with the class
+    path = table.path if isinstance(table, CaseTable) else str(table)
+    context, _ = of_run(user_path(path))  # a row of a run ends with the class
     bootstrap = Bootstrap(len(cases), seed, groups=torch.arange(len(cases)))
     labels = tuple(dict.fromkeys(case[1][0].strip() for case in cases))
     names = next((each.classifier.classes for each in models if each.classifier), labels)
@@ -162,8 +163,7 @@ def compare_cases(table: str | Path | CaseTable, models: tuple[Side, Side], *, s
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
     rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))
     gain, likelier = (last_words_change(*pair, bootstrap=bootstrap) for pair in ((a, b), (b, a)))
-    path, right = table.path if isinstance(table, CaseTable) else str(table), (a.accuracy, b.accuracy)
-    return Cases(path, rows, *right, gain.accuracy, likelier.ratio, contains_a, contains_b)
+    return Cases(path, rows, a.accuracy, b.accuracy, gain.accuracy, likelier.ratio, contains_a, contains_b)
 
 
 def _ask(model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:

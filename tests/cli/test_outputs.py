@@ -14,7 +14,7 @@ from support.commands import ASSET, mistake, refusal
 
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import MappedFile
-from gpt2.cli.main import main
+from gpt2.cli.main import line_of, main
 from gpt2.data.files import read_json, write_output
 
 
@@ -146,6 +146,8 @@ def test_ctrl_c_while_it_starts_is_no_traceback() -> None:
 def test_an_unforeseen_error_of_the_system_is_one_line(
     error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
-    """A folder that may not be entered was a traceback."""
+    """A folder that may not be entered was a traceback. Control: where the working folder is there, a bug of ours has its."""
     monkeypatch.setattr("gpt2.checkpoint.describe.describe", Mock(side_effect=error))
+    assert line_of(error) is None or error.filename
+    monkeypatch.setattr("os.getcwd", Mock(side_effect=error))
     assert said in mistake(capsys, "info")
