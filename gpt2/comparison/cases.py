@@ -156,9 +156,8 @@ def compare_cases(table: str | Path | CaseTable, models: tuple[Side, Side], *, s
         if each.recording is not None or each.text_tokenizer is None:
             raise InputError(f"{each.name}: cannot be asked --cases; give a model that runs here, with a tokenizer")
         how = each, each.text_tokenizer, cases, bootstrap, progress
-        said.append(
-            _classify(*how, names, min(each.context, context - 1 if context else each.context)) if labelled else _ask(*how)
-        )
+        limit = min(each.context, context - 1) if context else each.context
+        said.append(_classify(*how, names, limit) if labelled else _ask(*how))
     (a, answers_a, contains_a), (b, answers_b, contains_b) = said
     columns = a.right, b.right, *([math.exp(-loss) for loss in each.losses] for each in (a, b)), answers_a, answers_b
     rows = tuple(Case(asked, " | ".join(right), *rest) for (asked, right), *rest in zip(cases, *columns, strict=True))

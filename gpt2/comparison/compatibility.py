@@ -96,11 +96,9 @@ def compare_vocabularies(a: Tokenizer | None, b: Tokenizer | None, ids: Tensor |
         return Vocabularies("none", a.n_vocab if a else None, b.n_vocab if b else None, 0, ())
     differing = [index for index in range(max(a.n_vocab, b.n_vocab)) if _entry(a, index) != _entry(b, index)]
     examples = tuple((index, _text(_entry(a, index)), _text(_entry(b, index))) for index in differing[:5])
-    if differing:
-        held = {(a.holds(index), b.holds(index)) for index in differing}
-        verdict = "extended" if len(held) == 1 and held != {(True, True)} else "different"
-    else:
-        verdict = "equal" if a.fingerprint == b.fingerprint else "merges"
+    held = {(a.holds(index), b.holds(index)) for index in differing}
+    verdict = "different" if held else "equal" if a.fingerprint == b.fingerprint else "merges"
+    verdict = "extended" if held in ({(True, False)}, {(False, True)}) else verdict
     parting = _first_parting(a, b, a.decode(ids.tolist())) if ids is not None and verdict != "equal" else None
     return Vocabularies(verdict, a.n_vocab, b.n_vocab, len(differing), examples, parting, _rules(a, b))
 

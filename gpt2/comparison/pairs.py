@@ -100,26 +100,18 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         return Comparisons(tuple(every), passage.scored, env, seed, seconds, spent, ranking)
     (pair,) = pairs
     pair = _surer(pair, pair.distributions.ratio if pair.distributions else None, sides, passage.ids, settings.progress)
-    change = last_words and pair.last_words and last_words_change(last_words, pair.last_words, seed=seed)
-    blame = None
+    one, other = last_words, pair.last_words
+    both, blame = LastWords(one, other, last_words_change(one, other, seed=seed)) if one and other else None, None
     if settings.blame:
         vocab = min(each.vocab for each in sides)
         part = replace(passage, ids=passage.ids[:TOKENS])
         how = part.ids, part.windows, part.bootstrap(first.text_tokenizer, seed)
         blame = find_blame(*_shared(*sides), *how, vocab=vocab, progress=settings.progress)
-    measured = {each.name: getattr(pair, each.name) for each in fields(Measured)}
-    return Comparison(
-        a=a.hashed(),
-        b=pair.model.hashed(),
-        text=passage.scored,
-        **measured | {"compatibility": pair.compatibility.without(first.rows_left_out | others[0].rows_left_out)},
-        alone=() if pair.distributions else (own.score, pair.language.score),
-        last_words=LastWords(last_words, pair.last_words, change) if last_words and pair.last_words and change else None,
-        blame=blame,
-        environment=env,
-        seed=seed,
-        seconds=time.perf_counter() - started,
-    )
+    measured: dict[str, Any] = {each.name: getattr(pair, each.name) for each in fields(Measured)}
+    measured["compatibility"] = pair.compatibility.without(first.rows_left_out | others[0].rows_left_out)
+    measured["alone"] = () if pair.distributions else (own.score, pair.language.score)
+    about: dict[str, Any] = {"a": a.hashed(), "b": pair.model.hashed(), "text": passage.scored, "environment": env, "seed": seed}
+    return Comparison(**measured, **about, last_words=both, blame=blame, seconds=time.perf_counter() - started)
 
 
 @torch.inference_mode()

@@ -70,9 +70,8 @@ class Comparison(Measured, Printed):
         weights = self.weights is None or self.weights.total.unchanged == 1.0
         activations = self.activations is None or all(point.max_abs == 0 for point in self.activations.points)
         distributions = self.distributions is not None and self.distributions.js.max == 0
-        program = not self.compatibility.architecture and not self.compatibility.departures
-        program = program and "heads" not in self.compatibility.impossible
-        return weights and activations and distributions and program
+        other = self.compatibility.architecture or self.compatibility.departures or "heads" in self.compatibility.impossible
+        return weights and activations and distributions and not other
 
     @property
     def moved(self) -> float | None:

@@ -220,7 +220,7 @@ def test_fields_of_training_numbers_and_several_right_answers(
     assert read_cases(CaseTable(str(file), ("q", "a"))) == ([("2+2=", ("4",))], False)
     answer = said(sides[0], PROMPTS[0], 30)
     file.write_text(json.dumps({"question": PROMPTS[0], "answer": ["nothing", answer]}))
-    (case,) = compare(*sides, tokens=40, cases=str(file)).cases.cases
+    (case,) = compare(*sides, tokens=40, cases=file).cases.cases  # a Path was a traceback
     assert (case.right_a, case.expected) == (True, f"nothing | {answer}")
     options = "--set", "data.prompt=q", "--cases", str(file)
     assert "both or none" in mistake(capsys, "compare", "shakespeare-mini", "shakespeare-mini", *options)

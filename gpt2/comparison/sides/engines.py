@@ -193,9 +193,7 @@ class CTranslate2Side(EngineSide):
             raise InputError(f"{self.name}: there is no {file}; give the folder that ct2-transformers-converter wrote")
         return self.path
 
-    @property
-    def parts(self) -> tuple[Path, ...]:
-        return tuple(path for path in (self.path / "model.bin", self.path / "config.json") if path.is_file())
+    parts = property(lambda self: tuple(filter(Path.is_file, (self.path / "model.bin", self.path / "config.json"))))
 
     @property
     def vocab_size(self) -> int | None:
@@ -264,7 +262,7 @@ class OnnxSide(EngineSide):
     def _run(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         ones = np.ones(ids.shape)
         feeds = {"input_ids": ids.numpy(), "attention_mask": ones, "position_ids": ones.cumsum(1) - 1}
-        feeds["use_cache_branch"] = np.zeros(1)
+        feeds |= {"use_cache_branch": np.zeros(1)}
         feeds |= {name: self._empty(each, len(ids)) for name, each in inputs.items() if name not in feeds}
         feeds = {name: feeds[name].astype(TYPES.get(each.type, bool)) for name, each in inputs.items()}
         outputs = [each.name for each in self.program.get_outputs()]
