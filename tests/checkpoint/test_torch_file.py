@@ -34,17 +34,7 @@ def holds(file: TorchFile, state: Any) -> bool:
     return whole and list(file.entries) == list(state) and all(all_same(tensors, state) for tensors in read.values())
 
 
-def tensor(
-    offset: Any = 0,
-    shape: Any = (2,),
-    stride: Any = (1,),
-    *rest: Any,
-    kind: Any = F32,
-    key: Any = "0",
-    count: Any = 2,
-    device: Any = "cpu",
-    tail: Any = (),
-) -> Called:
+def tensor(offset=0, shape=(2,), stride=(1,), *rest, kind=F32, key="0", count=2, device="cpu", tail=()) -> Called:
     """The pickled description of a tensor of two floats, with any part replaced."""
     storage = Stored("storage", kind, key, device, count, *tail)
     return Called(REBUILD, storage, offset, shape, stride, *(rest or (False, OrderedDict())))

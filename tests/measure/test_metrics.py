@@ -111,15 +111,6 @@ def test_equal_infinities_are_no_difference(measure):
     assert measure(torch.tensor([NAN, -INF, 3.0]), a) == INF
 
 
-def test_the_worst_entry_is_not_drowned_by_the_others():
-    """One wrong logit in 50,257 hardly changes a norm: this is why there is a second measure."""
-    reference = torch.ones(50257)
-    got = reference.clone()
-    got[7] += 0.01
-    assert relative_error(got, reference) < 1e-4
-    assert worst_relative_error(got, reference) == pytest.approx(0.01, rel=1e-3)
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
 def test_differing_bits_counts_entries_and_sees_what_equality_does_not(dtype):
     """(3, 1) against (3,) would count nine comparisons, or one of three."""

@@ -23,11 +23,7 @@ GELU, SOFTMAX = partial(F.gelu, approximate="tanh"), partial(torch.softmax, dim=
 
 
 def written(
-    block: nn.Module,
-    x: Tensor,
-    act: Callable[[Tensor], Tensor] = GELU,
-    soft: Callable[[Tensor], Tensor] = SOFTMAX,
-    scale: Tensor | float = SIZE**-0.5,
+    block: nn.Module, x: Tensor, act: Callable = GELU, soft: Callable = SOFTMAX, scale: Tensor | float = SIZE**-0.5
 ) -> Tensor:
     """A block's forward written out."""
     future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()

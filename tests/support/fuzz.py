@@ -133,12 +133,10 @@ def victims(folder: Path) -> dict[Path, Read]:
     texts = shutil.copytree(ASSET, folder / "texts", ignore=shutil.ignore_patterns("*.safetensors"))
     save_file({key.format("A"): torch.ones(2, 12), key.format("B"): torch.ones(36, 2)}, texts / "adapter_model.safetensors")
     lora = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["c_attn"], "fan_in_fan_out": True}
+    lora |= {"base_model_name_or_path": str(base)}
     rows = [json.dumps({"step": step, "loss": 3.0, "val_loss": 3.0, "val_bits_per_byte": 2.0}) for step in range(3)]
     others: dict[str, tuple[str, Read]] = {
-        "adapter_config.json": (
-            json.dumps(lora | {"base_model_name_or_path": str(base)}),
-            lambda path: read_adapter(path.parent),
-        ),
+        "adapter_config.json": (json.dumps(lora), lambda path: read_adapter(path.parent)),
         "metrics.jsonl": ("\n".join(rows), lambda path: [run.best for run in read_runs([path.parent])]),
         "r.toml": ("steps = 5\ndata.path = 'x.txt'\noptim = {lr = 1e-3}\n", lambda path: read_recipe(str(path))),
         "ids.txt": ("1 2 3\n4 5 6\n", read_ids),

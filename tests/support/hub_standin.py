@@ -104,13 +104,7 @@ class HubStandIn:
             self._thread.join()
 
     def add_repo(
-        self,
-        name: str,
-        files: Mapping[str, bytes | Path],
-        *,
-        lfs: tuple[str, ...] = (),
-        branch: str = "main",
-        commit: str | None = None,
+        self, name: str, files: Mapping[str, bytes | Path], *, lfs: tuple[str, ...] = (), branch: str = "main", commit: str = ""
     ) -> str:
         """Commit ``files`` (the whole tree) on ``branch``, creating the repository if need be. Returns the commit.
         A data set's ``name`` begins with "datasets/"."""

@@ -9,7 +9,7 @@ import pickle
 import re
 import zipfile
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,12 +237,7 @@ def zip_of(path: Path, description: bytes, storages: Mapping[str, bytes], *, com
 
 
 def legacy_of(
-    path: Path,
-    description: bytes,
-    storages: Mapping[str, tuple[int, bytes]],
-    *,
-    head: list[bytes] | None = None,
-    keys: Any = None,
+    path: Path, description: bytes, storages: Mapping[str, tuple[int, bytes]], *, head: Sequence[bytes] = (), keys: Any = None
 ) -> Path:
     """The format before torch 1.6; ``storages`` are key -> (elements, data), ``head`` its first three pickles."""
     usual = [pickled(MAGIC), pickled(VERSION), pickled({"protocol_version": VERSION, "little_endian": True})]
