@@ -22,7 +22,7 @@ from gpt2.checkpoint.keys import expected, head_name, layer
 from gpt2.comparison.distributions import gain
 from gpt2.comparison.sides.side import Read
 from gpt2.config import GPT2Config
-from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.estimates import Bootstrap, Estimate, positive
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.windows import Windows
@@ -169,7 +169,7 @@ def find_blame(
     means = dict[frozenset[str], tuple[Estimate, Estimate]]()
     for taken, rows in effects.items():
         kls, gains = (torch.cat(each) for each in zip(*rows, strict=True))
-        means[taken] = draws.mean(kls), draws.mean(gains)
+        means[taken] = draws.mean(kls).through(positive), draws.mean(gains)
     of_parts = zip(parts.items(), in_order, strict=True)
     levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
     half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gpt2.measure.estimates import Bootstrap, Estimate, percentiles
+from gpt2.measure.estimates import Bootstrap, Estimate, percentiles, positive
 from gpt2.measure.metrics import LanguageScore, exp_or_inf
 from gpt2.measure.per_token import Tokens
 from gpt2.measure.windows import Windows
@@ -104,9 +104,9 @@ def summarise(tokens: Tokens, token_bytes: Tensor, bootstrap: Bootstrap | None =
     per_byte = bootstrap.interval((bits.sum() / lengths.sum()).item(), bootstrap.means(bits, lengths))
     score = a, b, perplexity_ratio(tokens.logp_a, tokens.logp_b, bootstrap), bootstrap.mean(gained), per_byte
     kl_ab, kl_ba, js = (_divergence(each, tokens.index, bootstrap) for each in (tokens.kl_ab, tokens.kl_ba, tokens.js))
-    rms = bootstrap.interval(squares.mean().sqrt().item(), bootstrap.means(squares).sqrt())
+    rms = bootstrap.mean(squares).through(positive).through(math.sqrt)
     change, same_top = Change(bootstrap.mean(tokens.change), rms), bootstrap.fraction(tokens.same_top)
-    only_a, only_b = bootstrap.mean(tokens.only_a), bootstrap.mean(tokens.only_b)
+    only_a, only_b = (bootstrap.mean(each).through(positive) for each in (tokens.only_a, tokens.only_b))
     return Distributions(*score, kl_ab, kl_ba, js, same_top, change, _by_position(tokens), only_a, only_b, len(tokens))
 
 
@@ -117,21 +117,20 @@ def gain(logp_a: Tensor, logp_b: Tensor) -> Tensor:
 
 def perplexity_ratio(logp_a: Tensor, logp_b: Tensor, bootstrap: Bootstrap) -> Estimate:
     """Return b's perplexity over a's from the log-probabilities (N,) of the same tokens, paired token by token."""
-    gained = gain(logp_a, logp_b)
-    return bootstrap.interval(exp_or_inf(-gained.mean().item()), (-bootstrap.means(gained)).exp())
+    return bootstrap.mean(-gain(logp_a, logp_b)).through(exp_or_inf)
 
 
 def language(logp: Tensor, lengths: Tensor, windows: Windows, bootstrap: Bootstrap) -> Language:
     """Return a model's score from log-probabilities (N,) of tokens of ``lengths`` bytes."""
     score = LanguageScore(-logp.sum().item() / len(logp), len(logp), round(lengths.sum().item()), windows.context, windows.step)
-    perplexity = bootstrap.interval(score.perplexity, (-bootstrap.means(logp)).exp())
-    return Language(score, perplexity, bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2)))
+    bits = bootstrap.interval(score.bits_per_byte, bootstrap.means(-logp, lengths) / math.log(2))
+    return Language(score, bootstrap.interval(score.loss, bootstrap.means(-logp)).through(exp_or_inf), bits.through(positive))
 
 
 def _divergence(values: Tensor, index: Tensor, bootstrap: Bootstrap) -> DivergenceFigures:
     worst = int(values.argmax())  # argmax counts NaN as the largest
     named = zip((f"{percent:g}" for percent in PERCENTILES), percentiles(values, PERCENTILES), strict=True)
-    return DivergenceFigures(bootstrap.mean(values), dict(named), values[worst].item(), int(index[worst]))
+    return DivergenceFigures(bootstrap.mean(values).through(positive), dict(named), values[worst].item(), int(index[worst]))
 
 
 def _by_position(tokens: Tokens) -> tuple[Bin, ...]:

@@ -99,7 +99,8 @@ class Gate:
             why = "; ".join(dict.fromkeys(found.compatibility.impossible.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(*[float(measured)] * 3)
-        judged = interval.high if self.op in (">", ">=") else interval.low
+        end = interval.high if self.op in (">", ">=") else interval.low
+        judged = end if interval.known else interval.value
         return Judgement(self, interval, judged, not PASSES[self.op](judged, self.threshold))
 
 
@@ -108,7 +109,8 @@ class Judgement:
     """Whether a gate's condition is met; ``judged`` is the figure that was held against the threshold.
 
     A metric with a 95 % interval is judged by the end that lies farther in the operator's direction: the upper end for ``>``,
-    the lower end for ``<``. So a build passes only if the whole interval passes. A metric that is NaN meets every condition.
+    the lower end for ``<``. So a build passes only if the whole interval passes. A single value has none and is judged itself. A
+    metric that is NaN meets every condition.
     """
 
     gate: Gate
@@ -118,6 +120,7 @@ class Judgement:
 
     def __str__(self) -> str:
         interval = f" (95 % interval {span})" if (span := self.measured.span(".4g")) else ""
+        interval = interval if self.measured.known else " (a single value has no interval)"
         words = f"{self.gate}: {METRICS[self.gate.metric].words} is {self.measured.value:.4g}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
@@ -132,7 +135,7 @@ class Judgement:
         if more and self.measured.value == 1 and self.judged < self.gate.threshold < 1:  # Wilson's interval of n of n
             enough = math.ceil(1.96**2 * self.gate.threshold / (1 - self.gate.threshold)) + 2
             return f"but of too few to tell: {more} {enough} that all agree would pass"
-        end = "which" if self.measured.low == self.measured.high else f"whose far end {self.judged:.4g}"
+        end = "which" if self.judged == self.measured.value else f"whose far end {self.judged:.4g}"
         past = abs(self.judged - self.gate.threshold)
         return f"{end} is {past:.2g} past the limit" if past else f"{end} is the limit itself"
 

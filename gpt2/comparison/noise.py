@@ -18,7 +18,7 @@ from gpt2.comparison.sides.opening import open_passage, open_side
 from gpt2.comparison.sides.side import ComparedModel, Side, environment_of
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment, dtype_label
-from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.estimates import Bootstrap, Estimate, positive
 from gpt2.measure.metrics import Logits, max_abs
 from gpt2.measure.per_token import measure_rows
 from gpt2.measure.rounding import rounding_noise
@@ -76,7 +76,7 @@ def measure_floor(side: Side, ids: Tensor, *dtypes: torch.dtype | None, tokens: 
         found, logit = [*found, measure_rows(one[:-1], two[:-1], row[1:], 1)[:3]], max(logit, max_abs(two, one))
     logp_a, logp_b, kl = map(torch.cat, zip(*found, strict=True))
     name, bootstrap = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(floats)))}", Bootstrap(len(kl))
-    return Floor(((name, bootstrap.mean(kl), logit),), len(ids), perplexity_ratio(logp_a, logp_b, bootstrap))
+    return Floor(((name, bootstrap.mean(kl).through(positive), logit),), len(ids), perplexity_ratio(logp_a, logp_b, bootstrap))
 
 
 def _rounded_runs(model: GPT2, row: Tensor, vocab: int | None, dtypes: dict[int, torch.dtype]) -> list[Tensor]:
@@ -168,7 +168,8 @@ def measure_noise(name: str, settings: Settings) -> Noise:
                 plain, moved = (logits[..., :vocab].flatten(0, 1) for logits in (_alone(run, some), moved_by(some)))
                 _, _, kl, _, _, top, other_top, *_ = measure_rows(plain, moved, some.flatten(), 1)
                 kls, flipped, logit = [*kls, kl], flipped + int((top != other_top).sum()), max(logit, max_abs(moved, plain))
-            found.append(Way(way, Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)), logit, flipped))
+            mean = Bootstrap(rows.numel(), settings.seed).mean(torch.cat(kls)).through(positive)
+            found.append(Way(way, mean, logit, flipped))
     text = replace(passage.scored, tokens=rows.numel(), context=length, stride=length, told="")
     about = side.describe().hashed(), text, floor, tuple(found), environment_of([side]), settings.seed
     return Noise(*about, time.perf_counter() - started)

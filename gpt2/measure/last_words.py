@@ -81,9 +81,8 @@ def score_pairs(
 
 def scored(losses: Tensor, right: Tensor, bootstrap: Bootstrap, context: int) -> LastWord:
     """Sum up the losses (N,) of passages, and whether each is right (N,)."""
-    perplexity = bootstrap.interval(exp_or_inf(losses.mean().item()), bootstrap.means(losses).exp())
-    losses_and_right = tuple(losses.tolist()), tuple(right.tolist())
-    return LastWord(bootstrap.fraction(right), perplexity, len(losses), context, *losses_and_right)
+    perplexity = bootstrap.mean(losses).through(exp_or_inf)
+    return LastWord(bootstrap.fraction(right), perplexity, len(losses), context, tuple(losses.tolist()), tuple(right.tolist()))
 
 
 def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Bootstrap | None = None) -> LastWordChange:
@@ -92,7 +91,8 @@ def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Boo
     bootstrap = bootstrap or Bootstrap(a.n, seed)
     gained = torch.tensor(b.right).double() - torch.tensor(a.right).double()
     lost = torch.tensor(b.losses, dtype=torch.float64) - torch.tensor(a.losses, dtype=torch.float64)
-    return LastWordChange(bootstrap.mean(gained), bootstrap.interval(exp_or_inf(lost.mean().item()), bootstrap.means(lost).exp()))
+    accuracy = bootstrap.mean(gained).through(lambda share: min(max(share, -1.0), 1.0))
+    return LastWordChange(accuracy, bootstrap.mean(lost).through(exp_or_inf))
 
 
 def score_targets(model: Logits, rows: Rows) -> list[tuple[float, bool]]:

@@ -367,6 +367,8 @@ def test_every_figure_of_the_summary_against_numpy_and_scipy():
     assert got.change.rms.value == pytest.approx(np.sqrt((change**2).mean()), rel=1e-12)
     rows = list(zip(tokens.top_a.tolist(), tokens.top_b.tolist(), strict=True))
     assert got.same_top.value == pytest.approx(sum(x[0] == y[0] for x, y in rows) / 1000)
+    few = summarise(made(3), lengths)  # Student's interval is as far below
+    assert min(few.kl_ab.mean.low, few.change.rms.low, few.a.bits_per_byte.low, few.only_a.low, few.a.perplexity.low) >= 0
     later = summarise(replace(tokens, index=tokens.index + 100), lengths)
     assert (later.kl_ab.max_at, later.js.max_at) == (got.kl_ab.max_at + 100, got.js.max_at + 100)
 
@@ -428,18 +430,18 @@ def test_intervals_hold_the_truth_as_often_as_they_say(rho, transform):
         assert naive / 200 < (0.92 if transform == "fraction" else 0.86)
 
 
-@pytest.mark.parametrize(("documents", "length"), [(0, 24), (12, 60)])
-def test_intervals_of_few_tokens_and_of_documents_hold_the_truth(documents, length):
-    """Below 32 tokens an interval had no width, and a model was "better". Between documents of their own level it held 55 %."""
-    generator, held = torch.Generator().manual_seed(3), 0
-    groups = torch.arange(documents).repeat_interleave(length) if documents else torch.zeros(length).long()
-    for seed in range(200):
-        levels, noise = (torch.randn(n, generator=generator) for n in (12, len(groups)))
-        got = Bootstrap(len(groups), seed, 400, groups=groups).mean(noise + levels[groups] * (documents > 0))
-        held += got.low <= 0 <= got.high
-    assert 0.91 <= held / 200 <= 0.985
-    alone = Bootstrap(1).mean(torch.ones(1))
-    assert (alone.low, alone.high, alone.text(".1f")) == (-INF, INF, "1.0 (of one: no interval)")
+@pytest.mark.parametrize("documents", [2, 3, 6, 12, 20])
+def test_intervals_of_few_documents_are_students(documents):
+    """Of two documents every other model was better or worse, by chance; of tokens in their place most were."""
+    level = torch.randn(documents, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    groups = torch.arange(documents).repeat_interleave(240)
+    draws = Bootstrap(len(groups), 0, 40_000, groups=groups)
+    got, expected = draws.mean(level[groups]), scipy.stats.t.interval(0.95, documents - 1, level.mean(), scipy.stats.sem(level))
+    assert (got.low, got.high) == pytest.approx(expected, abs=0.02 * (expected[1] - expected[0]))
+    right = torch.arange(240).repeat(documents) < (120 + 60 * level).round()[groups]
+    got, error = draws.fraction(right), scipy.stats.sem(right.view(-1, 240).double().mean(1))
+    wilson = (got.value - got.low) / math.sqrt(got.low * (1 - got.low)) * math.sqrt(got.value * (1 - got.value))
+    assert wilson == pytest.approx(scipy.stats.t.ppf(0.975, documents - 1) * error, rel=0.002)
 
 
 def test_seeds_make_intervals_and_nothing_else():

@@ -139,6 +139,11 @@ def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[st
     enough = int(str(gate.judge(few)).partition("--tokens ")[2].split()[0])
     several = [gpt2.compare(folders[0], folders[0], on=text, tokens=tokens) for tokens in (enough - 2, enough)]
     assert [gate.judge(each).met for each in several] == [True, False]
+    one = gpt2.compare(folders[0], folders[0], on=text, tokens=2)  # its interval, of nothing, was past every limit
+    said = "passed: kl>0.001: mean KL(a‖b) in nats is 0 (a single value has no interval), within the limit"
+    assert Gate.parse("kl>1e-3").judge(one).verdict == said
+    assert set(json.loads(one.to_json())["distributions"]["ratio"].values()) == {1.0}
+    assert one.distributions.ratio.text(".3f") == "1.000 (no interval)"
 
 
 def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
