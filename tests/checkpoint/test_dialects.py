@@ -105,7 +105,6 @@ def gguf_head(directory: Path) -> tuple[Path, Truth, GPT2Config]:
 
 NANO = replace(TINY, n_embd=48, n_layer=3)  # minGPT's "gpt-nano": its name implies 3 heads
 LINEAR = partial(sharded, change=turned)
-BIN = partial(torch_layouts.hf_bin, prefix="transformer.", head=True)
 STEP = {"global_step": torch.tensor(5)}  # of a fine-tuned model
 CRFM = replace(TINY, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
 CEREBRAS = replace(TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu")
@@ -134,8 +133,8 @@ DIALECTS = {
     "linear-shards": Dialect("`[out, in]` matrices, the square ones too (gpt2-xl-linear-sharded)", hf(LINEAR), "oracle"),
     "float16": Dialect("float16 weights", hf(half)),
     "mixed": Dialect("bfloat16 matrices beside float32 norms", hf(mixed)),
-    "bin": Dialect("`pytorch_model.bin`, byte masks, `lm_head.decoder.weight`", hf(BIN)),
-    "bin-2019": Dialect("the same before torch 1.6: no zip archive", hf(partial(BIN, zipped=False))),
+    "bin": Dialect("`pytorch_model.bin`, byte masks, `lm_head.decoder.weight`", hf(torch_layouts.hf_bin)),
+    "bin-2019": Dialect("the same before torch 1.6: no zip archive", hf(partial(torch_layouts.hf_bin, zipped=False))),
     "bin-shards": Dialect("sharded `.bin`", hf(partial(sharded, write=torch_layouts.save, name="pytorch_model.bin"))),
     "crfm": Dialect("scores divided by the layer, upcast (stanford-crfm)", hf(official, CRFM, **BY_LAYER)),
     "crfm-oracle": Dialect("the same, judged by the paper's formula", hf(official, CRFM, **BY_LAYER), "oracle"),

@@ -30,25 +30,13 @@ def save(path: Path, value: Any, *, zipped: bool = True) -> Path:
     return path
 
 
-def hf_bin(
-    directory: Path,
-    config: GPT2Config = TINY,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype = torch.float32,
-    prefix: str = "",
-    mask: torch.dtype | None = torch.uint8,
-    head: bool = False,
-    zipped: bool = True,
-) -> dict[str, Tensor]:
+def hf_bin(directory: Path, config: GPT2Config = TINY, *, zipped: bool = True) -> dict[str, Tensor]:
     """`pytorch_model.bin`; the official gpt2's is not zipped, DialoGPT's has the prefix, `masked_bias` and the tied head."""
-    truth = weights(config, seed, dtype)
+    truth, prefix = weights(config), "transformer."
     state = OrderedDict((prefix + name, tensor) for name, tensor in truth.items())
-    if mask is not None:
-        state |= {name: tensor.to(mask) for name, tensor in masks(config, prefix).items()}
-    if head:
-        state |= {f"{prefix}h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
-        state |= dict.fromkeys(("lm_head.weight", "lm_head.decoder.weight"), state[f"{prefix}wte.weight"])
+    state |= {name: tensor.to(torch.uint8) for name, tensor in masks(config, prefix).items()}
+    state |= {f"{prefix}h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
+    state |= dict.fromkeys(("lm_head.weight", "lm_head.decoder.weight"), state[f"{prefix}wte.weight"])
     save(write_config(directory, config) / "pytorch_model.bin", state, zipped=zipped)
     return truth
 
