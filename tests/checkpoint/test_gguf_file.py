@@ -213,8 +213,8 @@ def value(name: bytes, kind: int, content: bytes) -> bytes:
     return text(name) + struct.pack("<I", kind) + content
 
 
-def row(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0, ndim: int | None = None) -> bytes:
-    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape) if ndim is None else ndim, *shape, kind, offset)
+def row(name: bytes, shape: tuple[int, ...], kind: int = 0, offset: int = 0) -> bytes:
+    return text(name) + struct.pack(f"<I{len(shape)}QIQ", len(shape), *shape, kind, offset)
 
 
 def padded(content: bytes, more: int = 0) -> bytes:

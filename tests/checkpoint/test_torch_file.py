@@ -34,9 +34,9 @@ def holds(file: TorchFile, state: Any) -> bool:
     return whole and list(file.entries) == list(state) and all(all_same(tensors, state) for tensors in read.values())
 
 
-def tensor(offset=0, shape=(2,), stride=(1,), *rest, kind=F32, key="0", count=2, device="cpu", tail=()) -> Called:
+def tensor(offset=0, shape=(2,), stride=(1,), *rest, kind=F32, key="0", count=2, device="cpu") -> Called:
     """The pickled description of a tensor of two floats, with any part replaced."""
-    storage = Stored("storage", kind, key, device, count, *tail)
+    storage = Stored("storage", kind, key, device, count)
     return Called(REBUILD, storage, offset, shape, stride, *(rest or (False, OrderedDict())))
 
 

@@ -16,14 +16,14 @@ from support import forks
 PROC = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="reads /proc")
 
 
-def refused(call: Callable[[], object], *words: str, error: type[InputError] = CheckpointError, limit: int = 700) -> str:
+def refused(call: Callable[[], object], *words: str, error: type[InputError] = CheckpointError) -> str:
     """The message of the error that ``call`` raises: one short line with the fault and the remedy, which contains ``words``."""
     with pytest.raises(error) as caught:
         call()
     assert type(caught.value) is error
     message = str(caught.value)
     assert message.isprintable(), message
-    assert len(message) < limit, message
+    assert len(message) < 700, message
     assert "; " in message, "what, then what to do"
     for word in words:
         assert word in message, message

@@ -40,17 +40,15 @@ def write(
     config: GPT2Config = WIDE,
     kind: gguf.GGMLQuantizationType = F32,
     *,
-    seed: int = 0,
     truth: Mapping[str, Tensor] | None = None,
     tokenizer: LibraryTokenizer | None = None,
     change: Callable[[gguf.GGUFWriter], Any] = lambda _: None,
-    name: str = "GPT-2",
 ) -> dict[str, Tensor]:
     """Write a file like convert_hf_to_gguf.py; return the tensors by our names. ``change`` gets the writer before it writes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(path, "gpt2")
     writer.add_type(gguf.GGUFType.MODEL)
-    writer.add_name(name)
+    writer.add_name("GPT-2")
     writer.add_size_label(gguf.size_label(config.num_parameters(), config.num_parameters(), 0, 0))
     writer.add_block_count(config.n_layer)
     writer.add_context_length(config.n_positions)
@@ -64,7 +62,7 @@ def write(
         add_tokenizer(writer, tokenizer, config)
     change(writer)
     held = {}
-    truth = weights(config, seed) if truth is None else truth
+    truth = weights(config) if truth is None else truth
     for ours in sorted(truth, key=hf_name):
         matrix = ours.startswith("h.") and truth[ours].ndim == 2
         array = (truth[ours].T if matrix else truth[ours]).contiguous().float().numpy()

@@ -56,21 +56,20 @@ def write_weights(path: Path, tensors: Mapping[str, Tensor], *, start: int | Non
     return path
 
 
-def official(directory: Path, config: GPT2Config = TINY, *, seed: int = 0, unaligned: bool = True) -> dict[str, Tensor]:
+def official(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
     """Like `openai-community/gpt2`: no prefix, mask buffers, no head, data at an odd byte."""
-    truth = weights(config, seed)
-    write_weights(write_config(directory, config) / "model.safetensors", truth | masks(config), start=3 if unaligned else 0)
+    truth = weights(config)
+    write_weights(write_config(directory, config) / "model.safetensors", truth | masks(config), start=3)
     return truth
 
 
-def prefixed(directory: Path, config: GPT2Config = TINY, *, seed: int = 0) -> dict[str, Tensor]:
+def prefixed(directory: Path, config: GPT2Config = TINY) -> dict[str, Tensor]:
     """Like DialoGPT and mGPT: `transformer.` before every name, masks, `masked_bias` scalars, and the tied head stored again."""
-    truth = weights(config, seed)
+    truth = weights(config)
     tensors = {f"transformer.{name}": tensor for name, tensor in truth.items()} | masks(config, "transformer.")
     tensors |= {f"transformer.h.{layer}.attn.masked_bias": torch.tensor(-1e4) for layer in range(config.n_layer)}
-    write_weights(
-        write_config(directory, config) / "model.safetensors", tensors | {"lm_head.weight": truth["wte.weight"].clone()}
-    )
+    tensors |= {"lm_head.weight": truth["wte.weight"].clone()}
+    write_weights(write_config(directory, config) / "model.safetensors", tensors)
     return truth
 
 
@@ -105,9 +104,7 @@ def turned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.T.contiguous() if name.startswith("h.") and t.ndim == 2 else t for name, t in tensors.items()}
 
 
-def transformers_saved(
-    directory: Path, config: GPT2Config = TINY, *, seed: int = 0, dtype: torch.dtype = torch.float32, shard_size: str = "5GB"
-) -> dict[str, Tensor]:
+def transformers_saved(directory: Path, config: GPT2Config = TINY, *, shard_size: str = "5GB") -> dict[str, Tensor]:
     """The files that transformers' `save_pretrained` writes."""
     from transformers import GPT2Config as TheirConfig
     from transformers import GPT2LMHeadModel
@@ -115,8 +112,7 @@ def transformers_saved(
     fields = {
         name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type", "n_ctx", "dtype")
     }
-    model = GPT2LMHeadModel(TheirConfig(**fields)).to(dtype)
-    truth = weights(config, seed, dtype)
+    model, truth = GPT2LMHeadModel(TheirConfig(**fields)), weights(config)
     loaded = model.transformer.load_state_dict(truth, strict=False)
     assert not loaded.unexpected_keys
     assert all(".attn.bias" in key or ".masked_bias" in key for key in loaded.missing_keys)

@@ -214,9 +214,9 @@ def pickled(value: Any, protocol: int = 2) -> bytes:
     return buffer.getvalue()
 
 
-def zip_of(path: Path, description: bytes, storages: Mapping[str, bytes], *, compression: int = zipfile.ZIP_STORED) -> Path:
+def zip_of(path: Path, description: bytes, storages: Mapping[str, bytes]) -> Path:
     """An archive like torch's, without alignment."""
-    with zipfile.ZipFile(path, "w", compression) as archive:
+    with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("archive/data.pkl", description)
         for key, data in storages.items():
             archive.writestr(f"archive/data/{key}", data)
