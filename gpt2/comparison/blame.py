@@ -96,9 +96,7 @@ class _Mixed:
 
     def __init__(self, config: GPT2Config, a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> None:
         self.model = GPT2(config, initialise=False).eval()
-        self.a, self.b = a, b
-        self.head = head_name(a)
-        self.blocks_run = 0
+        self.a, self.b, self.head, self.blocks_run = a, b, head_name(a), 0
         self.stages = [["wte.weight", "wpe.weight"], *(list(own) for n, own in itertools.groupby(a, layer) if n is not None)]
         self.until = [*itertools.accumulate((b.keys() & {*names} for names in self.stages), set[str].union)]
 
@@ -166,10 +164,8 @@ def find_blame(
                 rows_a, rows_b = (each[row, window.first - window.start :, :vocab] for each in (reference, logits))
                 logp_a, logp_b, kl, *_ = measure_rows(rows_a, rows_b, ids[window.first + 1 : window.end + 1], 1)
                 measured.append((kl, gain(logp_a, logp_b)))
-    means = dict[frozenset[str], tuple[Estimate, Estimate]]()
-    for taken, rows in effects.items():
-        kls, gains = (torch.cat(each) for each in zip(*rows, strict=True))
-        means[taken] = draws.mean(kls).through(positive), draws.mean(gains)
+    joined = ((taken, *map(torch.cat, zip(*rows, strict=True))) for taken, rows in effects.items())
+    means = {taken: (draws.mean(kls).through(positive), draws.mean(gains)) for taken, kls, gains in joined}
     of_parts = zip(parts.items(), in_order, strict=True)
     levels = tuple(BlamedPart(name, len(own), *means[own], means[upto][0]) for (name, own), upto in of_parts)
     half_parts = tuple(BlamedPart(name, len(own), *means[own], None) for name, own in halves.items())

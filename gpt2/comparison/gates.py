@@ -124,9 +124,7 @@ class Judgement:
         words = f"{self.gate}: {METRICS[self.gate.metric].words} is {self.measured.value:.4g}{interval}"
         return f"{words}, {self._distance()}" if self.met else f"{words}, within the limit"
 
-    @property
-    def verdict(self) -> str:
-        return f"{'failed' if self.met else 'passed'}: {self}"
+    verdict = property(lambda self: f"{'failed' if self.met else 'passed'}: {self}")
 
     def _distance(self) -> str:
         if math.isnan(self.judged):

@@ -43,10 +43,7 @@ class Floor:
     tokens: int
     ratio: Estimate
     figures = property(lambda self: {"ways": self.ways, "tokens": self.tokens})  # what the JSON has of it
-
-    @property
-    def way(self) -> str:
-        return self.ways[0][0]
+    way = property(lambda self: self.ways[0][0])
 
     @property
     def kl(self) -> float:

@@ -79,14 +79,13 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
     """Return what is compared. Raises InputError: no such text, or one that is too short; recordings of other texts."""
     if recorded := [side for side in sides if side.recording is not None]:
         return _recorded(recorded, sides, settings)
-    tokenizer, tokens = sides[0].text_tokenizer, settings.tokens
+    tokenizer = sides[0].text_tokenizer
     text = open_text(settings.on, offline=settings.offline) if tokenizer or settings.on else None
     known = [side.n_positions for side in sides if side.n_positions is not None]
     if not any(side.config for side in sides):  # no GPT-2: others have 100,000 positions
         known.append(DEFAULT_CONTEXT)
     windows = (text.protocol if text else RUNNING).windows(min(known))
-    if tokens is None:
-        tokens = 0 if windows.guide else TOKENS
+    tokens = settings.tokens if settings.tokens is not None else 0 if windows.guide else TOKENS
     if tokens < 0 or tokens == 1:
         raise InputError(f"{tokens} tokens are too few to predict one from another; give 2 or more, or 0 for all of the text")
     if text is None or tokenizer is None:

@@ -121,9 +121,7 @@ class Side(ABC):
         """The number of its logits for a token, padding included."""
         return None if self.config is None else self.config.vocab_size
 
-    @property
-    def context(self) -> int:
-        return self.n_positions or DEFAULT_CONTEXT
+    context = property(lambda self: self.n_positions or DEFAULT_CONTEXT)
 
     def ask(self, call: Callable[[], T], advice: str = "") -> T:
         """Return what another program, or the user's code, answers.
