@@ -148,7 +148,7 @@ def compare_cases(table: str | Path | CaseTable, models: tuple[Side, Side], *, s
     """Ask two models the cases of a file. Raises InputError: one cannot be asked, or a case does not fit it."""
     (cases, labelled), said = read_cases(table), list[Said]()
     path = table.path if isinstance(table, CaseTable) else str(table)
-    context, _ = of_run(user_path(path))  # a row of a run ends with the class
+    context, *_ = of_run(user_path(path))  # a row of a run ends with the class
     bootstrap = Bootstrap(len(cases), seed, groups=torch.arange(len(cases)))
     labels = tuple(dict.fromkeys(case[1][0].strip() for case in cases))
     names = next((each.classifier.classes for each in models if each.classifier), labels)

@@ -92,7 +92,7 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
         whole = Pair(a, first.size, first.speed, own, last_words, (logp, logp), compatibility=heads)
         found = zip((whole, *pairs), (side.rows_left_out for side in sides), (saved.step for saved in models), strict=True)
         every = [replace(pair, compatibility=pair.compatibility.without(rows), step=step) for pair, rows, step in found]
-        ranking = ranked(every, passage.bootstrap(first.text_tokenizer, seed), seed)
+        ranking = ranked(every, passage.bootstrap(seed), seed)
         for (before, _), (place, behind) in itertools.pairwise(ranking):
             for n in {before, place} - {0}:
                 every[n] = _surer(every[n], behind, (first, sides[n]), passage.ids, settings.progress)
@@ -105,7 +105,7 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     if settings.blame:
         vocab = min(each.vocab for each in sides)
         part = replace(passage, ids=passage.ids[:TOKENS])
-        how = part.ids, part.windows, part.bootstrap(first.text_tokenizer, seed)
+        how = part.ids, part.windows, part.bootstrap(seed)
         blame = find_blame(*_shared(*sides), *how, vocab=vocab, progress=settings.progress)
     measured: dict[str, Any] = {each.name: getattr(pair, each.name) for each in fields(Measured)}
     measured["compatibility"] = pair.compatibility.without(first.rows_left_out | others[0].rows_left_out)
@@ -153,7 +153,7 @@ def measure(
             if "activations" not in fit.impossible:
                 activations = compare_activations(a.blocks, b.blocks, start, settings.threshold, progress)
         if "distributions" not in fit.impossible:
-            bootstrap = passage.bootstrap(a.text_tokenizer, seed)
+            bootstrap = passage.bootstrap(seed)
             measured = measure_pair(logits, b.logits, ids, passage.windows, progress=progress)
             distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), bootstrap)
             language, logp = distributions.b, (measured.logp_a, measured.logp_b)
@@ -192,7 +192,7 @@ def alone(logits: Logits, passage: Passage, tokenizer: Tokenizer | None, seed: i
             scored = row[None, window.first - window.start :].cpu()
             losses.append(token_losses(scored, targets[-1][None])[0].double())
     logp, lengths = -torch.cat(losses), passage.token_bytes(tokenizer)[torch.cat(targets)]
-    return language(logp, lengths, passage.windows, passage.bootstrap(tokenizer, seed)), logp
+    return language(logp, lengths, passage.windows, passage.bootstrap(seed)), logp
 
 
 def _last_words(side: Side, passage: Passage, seed: int, progress: Progress) -> LastWord | None:

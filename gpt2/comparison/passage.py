@@ -42,6 +42,7 @@ class Passage:
     """The ids (N,) on which all sides are compared, and how they are cut; ``text`` is None for random ids and recordings.
 
     ``tokenizer`` and ``lengths`` are those that a recording tells: a fingerprint, and the bytes (V,) that each token stands for.
+    ``documents`` are the numbers (N,) of those to which the ids belong, a mark to the one before it; None: not known.
     """
 
     ids: Tensor
@@ -50,6 +51,7 @@ class Passage:
     text: Text | None = None
     tokenizer: str | None = None
     lengths: Tensor | None = None
+    documents: Tensor | None = None
 
     def token_bytes(self, tokenizer: Tokenizer | None) -> Tensor:
         """Return the bytes that each token stands for, (V,) or longer; ones where neither a tokenizer nor a recording tells.
@@ -57,26 +59,32 @@ class Passage:
         A byte-level token has its own. What a normaliser drops, an unknown token and a space between words depend on the text:
         then these are the token's mean bytes of this very text, and all of them together are the text's UTF-8 bytes.
         """
+        if self.lengths is not None:
+            return self.lengths
         if tokenizer is None:
-            return torch.ones(int(self.ids.max()) + 1, dtype=torch.int64) if self.lengths is None else self.lengths
+            return torch.ones(int(self.ids.max()) + 1, dtype=torch.int64)
         lengths = torch.tensor(tokenizer.bytes_by_id())
-        parted = self.text is not None and len(self.text.documents) > 1
-        if self.text is not None and (parted or not tokenizer.exact):
+        if self.text is not None and (self.text.marks or not tokenizer.exact):
             own = torch.tensor(self.text.lengths(tokenizer)[: len(self.ids)], dtype=torch.float64)
             counts = torch.bincount(self.ids, minlength=tokenizer.n_vocab)
             lengths = torch.where(counts > 0, torch.bincount(self.ids, own, minlength=tokenizer.n_vocab) / counts, lengths)
         return lengths
 
-    def bootstrap(self, tokenizer: Tokenizer | None, seed: int) -> Bootstrap:
+    def bootstrap(self, seed: int) -> Bootstrap:
         """Return what draws its scored tokens again: blocks of a text, or of several documents whole ones."""
-        index = torch.cat([torch.arange(window.first, window.end) for window in self.windows.of(len(self.ids))])
-        ends = self.ids == (-1 if tokenizer is None or tokenizer.eot is None else tokenizer.eot)
-        several = self.text is not None and len(self.text.documents) > 1
-        return Bootstrap(len(index), seed, groups=ends.cumsum(0)[index] if several else None)
+        targets = torch.cat([torch.arange(window.first, window.end) for window in self.windows.of(len(self.ids))]) + 1
+        return Bootstrap(len(targets), seed, groups=None if self.documents is None else self.documents[targets])
 
     def in_tokens_of(self, tokenizer: Tokenizer, first: Tokenizer, n_positions: int | None) -> "Passage":
         """Return the same passage, whose ids are those of ``first``, in another tokenizer's. It must be known as text."""
         assert self.text is not None
         text = self.text.beginning(first, len(self.ids))
         windows = text.protocol.windows(n_positions or DEFAULT_CONTEXT)
-        return Passage(torch.tensor(text.encode(tokenizer)), windows, self.scored, text)
+        ids, documents = read(text, tokenizer)
+        return Passage(ids, windows, self.scored, text, documents=documents)
+
+
+def read(text: Text, tokenizer: Tokenizer) -> tuple[Tensor, Tensor]:
+    """Return the ids (N,) of a text, and the number of the document of each."""
+    laid = [torch.tensor(own, dtype=torch.int64) for own in text.laid_out(tokenizer)]
+    return torch.cat(laid), torch.arange(len(laid)).repeat_interleave(torch.tensor(list(map(len, laid))))

@@ -37,6 +37,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 
 from gpt2.checkpoint.hub import DatasetFile, dataset_file
@@ -96,6 +97,7 @@ class Text:
     protocol: Protocol
     passages: tuple[str, ...] = ()
     remark: str = ""  # in words, what of a user's file is read otherwise than it stands there, or than training reads it
+    ends: bool = False  # the mark behind a single document counts too, as in training on several
 
     @property
     def documents(self) -> list[str]:
@@ -104,32 +106,42 @@ class Text:
 
     def reading(self, tokenizer: Tokenizer) -> str:
         """Return in words how many documents there are, what parts them, and what of the file is read otherwise."""
-        count, name = len(self.documents), tokenizer.shown(tokenizer.parting) if len(self.documents) > 1 else ""
-        return "; ".join(filter(None, (f"{count:,} documents, parted by {name!r}" if name else "", self.remark)))
+        count, name = len(self.documents), tokenizer.shown(tokenizer.parting) if self.marks else ""
+        said = f"{count:,} documents, parted by {name!r}" if count > 1 else f"1 document, ended by {name!r}"
+        return "; ".join(filter(None, (said if name else "", self.remark)))
+
+    @property
+    def marks(self) -> int:
+        """How many documents have the token that parts documents behind them: those with a mark, if there are several."""
+        count = len(self.documents)
+        return count - (not closed(self.text)) if count > 1 or self.ends else 0
 
     def encode(self, tokenizer: Tokenizer) -> list[int]:
-        """Return the ids of the text; of several documents, with the token that parts documents wherever a mark stands."""
-        return self._laid_out(tokenizer.encode, tokenizer.parting if len(self.documents) > 1 else 0)
+        """Return the ids of the text, with the token that parts documents as :attr:`marks` says."""
+        return list(chain.from_iterable(self.laid_out(tokenizer)))
+
+    def laid_out(self, tokenizer: Tokenizer) -> list[list[int]]:
+        """Return the ids of each document, and of the mark behind it."""
+        return self._laid_out(tokenizer.encode, tokenizer.parting if self.marks else 0)
 
     def lengths(self, tokenizer: Tokenizer) -> list[int]:
         """Return the bytes of the text that each id of :meth:`encode` stands for; a token between documents stands for none."""
-        return self._laid_out(tokenizer.lengths, 0)
+        return list(chain.from_iterable(self._laid_out(tokenizer.lengths, 0)))
 
-    def _laid_out(self, of: Callable[[str], list[int]], mark: int) -> list[int]:
-        laid = [i for part in self.documents for i in (*of(part), mark)]
-        return laid if len(self.documents) > 1 and closed(self.text) else laid[:-1]
+    def _laid_out(self, of: Callable[[str], list[int]], mark: int) -> list[list[int]]:
+        marks = self.marks
+        return [[*of(part), *([mark] if place < marks else [])] for place, part in enumerate(self.documents)]
 
     def beginning(self, tokenizer: Tokenizer, count: int) -> "Text":
         """Return the text of the first ``count`` ids."""
-        kept, documents = "", self.documents
-        marks = 0 if len(documents) == 1 else len(documents) - (not closed(self.text))
-        for place, part in enumerate(documents):
+        kept, marks = "", self.marks
+        for place, part in enumerate(self.documents):
             ids = tokenizer.encode(part)[: max(0, count)]
             size = None if tokenizer.exact else sum(tokenizer.lengths(part)[: len(ids)])
             text = tokenizer.decode(ids) if size is None else part.encode()[:size].decode()
             count -= len(ids) + (place < marks)
             kept += joined([text]) if place < marks and count >= 0 else text
-        return replace(self, text=kept)
+        return replace(self, text=kept, ends=marks > 0)
 
 
 RUNNING = Protocol("every token but the first", "the text as it stands")
@@ -155,6 +167,7 @@ class Named:
     options: dict[str, str] = field(default_factory=dict)
     of_user: bool = False
     remark: str = ""
+    ends: bool = False
 
 
 def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
@@ -177,7 +190,7 @@ def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
     protocol = replace(named.protocol, context=sizes.get("context", named.protocol.context), stride=sizes.get("stride"))
     remark = LINE_ENDS if named.of_user and "\r" in text else named.remark
     text = text.replace("\r\n", "\n").replace("\r", "\n") if remark is LINE_ENDS else text
-    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages, remark)
+    return Text(spec, source, text, hashlib.sha256(text.encode()).hexdigest(), protocol, passages, remark, named.ends)
 
 
 def _parse(spec: str) -> tuple[Named, dict[str, str]]:
@@ -188,9 +201,9 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
         head, parts = before, after.split(",")
     if head == "-" or _is_file(head):
         where = "stdin" if head == "-" else os.path.abspath(head)
-        context, remark = of_run(Path(head))
+        context, remark, ends = of_run(Path(head))
         protocol, of_user = replace(RUNNING, context=context), not _of_documents(head)
-        named = Named(lambda own, offline: (where, _read(head), ()), protocol, of_user=of_user, remark=remark)
+        named = Named(lambda own, offline: (where, _read(head), ()), protocol, of_user=of_user, remark=remark, ends=ends)
     elif head in NAMES:
         named = NAMES[head]
     else:
@@ -208,15 +221,18 @@ def _parse(spec: str) -> tuple[Named, dict[str, str]]:
     return named, options
 
 
-def of_run(run: Path) -> tuple[int | None, str]:
-    """Return the context in which a training run evaluated itself, and what it did not score; None and "" of what is none."""
+def of_run(run: Path) -> tuple[int | None, str, bool]:
+    """Return the context in which a training run evaluated itself, what it did not score, and whether its text was documents.
+
+    None, "" and False of what is no run.
+    """
     with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         recipe = json.loads(read_all(run / "recipe.json"))
         data, asked = recipe["data"], f"prompts are scored too, which training only read; --cases {run} asks for the answers"
         apart = "each follows the one before, which training kept apart, so that its own figures are others"
         remarks = asked * bool(data["prompt"]), apart * bool(data.get("padded") or data.get("reset"))
-        return number(recipe["context"], int, 1), "; ".join(filter(None, remarks))
-    return None, ""
+        return number(recipe["context"], int, 1), "; ".join(filter(None, remarks)), " documents, " in str(recipe["held_out"])
+    return None, "", False
 
 
 def _is_file(path: str) -> bool:

@@ -15,8 +15,10 @@ from gpt2.cli.main import main
 from gpt2.comparison import pairs
 from gpt2.comparison.ranking import Comparisons, Ranked
 from gpt2.comparison.run import compare
+from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides import side
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
+from gpt2.comparison.sides.opening import open_passage, open_side
 from gpt2.measure.estimates import Estimate
 
 
@@ -30,6 +32,11 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "best" / "progress.json").write_text('{"step": 40}')
     (run / "recipe.json").write_text("{}")
     return run
+
+
+@pytest.fixture(scope="module")
+def text(documents: str) -> str:
+    return documents
 
 
 @pytest.fixture(scope="module")
@@ -58,6 +65,9 @@ def test_each_figure_is_that_of_two_models_alone(found: Comparisons, names: list
     (_, (second, behind)) = found.ranking[:2]  # paired between neighbours
     ratio = compare(names[order[0]], names[second], on=text, tokens=200).distributions.ratio
     assert (behind.value, behind.low, behind.high) == pytest.approx((ratio.value, ratio.low, ratio.high), rel=1e-6)
+    with (one := open_side(names[0])):
+        own, _ = pairs.alone(one.logits, open_passage([one], Settings(on=text, tokens=200)), one.text_tokenizer, 0)
+    assert vars(own.perplexity) == pytest.approx(vars(third.distributions.a.perplexity), rel=1e-5)
 
 
 def test_files_are_hashed_where_a_hash_is_shown(

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.checks import refused
 from support.commands import mistake, refusal
+from support.random_models import TEXT, write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
@@ -18,13 +19,20 @@ from gpt2.cli.main import main
 from gpt2.comparison.pairs import save_reference
 from gpt2.comparison.run import compare
 from gpt2.comparison.settings import Settings
-from gpt2.comparison.sides.opening import open_side
+from gpt2.comparison.sides.opening import open_passage, open_side
+from gpt2.data.chars import chars_of
 from gpt2.errors import CheckpointError
+from gpt2.measure.texts import open_text
 
 
 @pytest.fixture(scope="module")
 def model(base: Path) -> str:
     return str(base)
+
+
+@pytest.fixture(scope="module")
+def text(documents: str) -> str:
+    return documents
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +55,17 @@ def test_a_side_equals_its_own_reference_and_another_does_not(model: str, saved:
     assert both.distributions.a.score.bytes == alone.distributions.a.score.bytes
     several = compare(saved, f"{model}:bf16", model)
     assert [one.distributions.kl_ab.mean.value > 0 for one in several.candidates[1:]] == [True, False]
+
+
+def test_intervals_are_over_whole_documents(model: str, saved: str, text: str, tmp_path: Path) -> None:
+    """Without an end of text, and in a reference, they were over blocks of tokens, which hold the truth half of the time."""
+    chars = str(write_checkpoint(tmp_path / "chars", chars_of(TEXT)))
+    on = Settings(on=text, tokens=200)
+    for name, reader, settings in ((model, model, on), (chars, chars, on), (saved, model, Settings())):
+        parts = open_text(text).laid_out(gpt2.load_tokenizer(reader))
+        expected = [number for number, own in enumerate(parts) for _ in own][1:200]
+        assert open_passage([open_side(name)], settings).bootstrap(0).block.tolist() == expected
+        assert expected[-1] == 2
 
 
 @pytest.mark.parametrize("dtype", ["f64", "bf16"])

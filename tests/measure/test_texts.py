@@ -104,7 +104,7 @@ def test_documents_are_read_as_training_reads_them(tmp_path):
     assert [n for i, n in zip(ids[:-1], text.lengths(BPE), strict=True) if i == end] == [0, 0]
     chars = chars_of("one\ntwthr")  # has no end of text: a line end parts documents, as in training
     assert text.encode(chars) == chars.encode("one\n\ntwo\nthree")
-    assert [text.beginning(BPE, count).encode(BPE) for count in (8, len(ids))] == [ids[:8], ids[:-1]]
+    assert all(text.beginning(BPE, count).encode(BPE) == ids[:count] for count in range(1, len(ids)))
     Path("one.txt").write_text("one\n<|endoftext|>\n")
     assert open_text("one.txt").encode(BPE) == BPE.encode("one\n")
     Path("bare.txt").write_text("one")

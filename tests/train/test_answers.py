@@ -255,9 +255,10 @@ def test_the_listing_shows_what_is_scored_and_what_is_cut_off(asked, monkeypatch
     assert list_data(apart).train_scored == len(ids) - 1 - (ids[:-1] == end).sum() < list_data(apart).train_tokens
 
 
-def test_a_run_keeps_what_it_never_trains_on_for_compare(recipe: Recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [40, 3])
+def test_a_run_keeps_what_it_never_trains_on_for_compare(count: int, recipe: Recipe, tmp_path: Path) -> None:
     """`compare BASE TUNED --on RUN` and `--cases RUN` ask whether the model got better on what it has not seen."""
-    rows = [{"question": f"{n} plus {n}?", "answer": f"it is {2 * n}"} for n in range(40)]
+    rows = [{"question": f"{n} plus {n}?", "answer": f"it is {2 * n}"} for n in range(count)]
     (tmp_path / "qa.jsonl").write_text("\n".join(map(json.dumps, rows)))
     data = Data(path=str(tmp_path / "qa.jsonl"), prompt="Q: {question}\nA: ", field="answer", tokenizer="chars", held_out=0.2)
     run = tmp_path / "run"

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch
 
 from gpt2.checkpoint.loading import load_tokenizer
-from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, Scored
+from gpt2.comparison.passage import DEFAULT_CONTEXT, Passage, Scored, read
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.engines import CTranslate2Side, LlamaCppSide, OnnxSide
@@ -94,11 +94,11 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
             raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
         ids = torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(settings.seed))
         return Passage(ids, windows, Scored(name, "", len(ids), windows.context, windows.step, ""))
-    ids, told = torch.tensor(text.encode(tokenizer)[: tokens or None]), text.protocol.description
+    (ids, documents), told = (each[: tokens or None] for each in read(text, tokenizer)), text.protocol.description
     if len(ids) < 2:
         raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
     scored = Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told, text.reading(tokenizer))
-    return Passage(ids, windows, scored, text)
+    return Passage(ids, windows, scored, text, documents=documents)
 
 
 def _recorded(recorded: Sequence[Side], sides: Sequence[Side], settings: Settings) -> Passage:

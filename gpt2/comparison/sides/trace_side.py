@@ -5,6 +5,7 @@ were run alone. In a file of ``--save`` N are the tokens, M the scored ones in t
 
     token_bytes   (V,) float64: the bytes that each token stands for; zeros where no tokenizer was known
     ids           (N,) int64
+    documents     (N,) int64: the number of each one's document; only of a text of several
     logits        (M, V), as the side gave them
 
 Its metadata's ``about`` is JSON: the side with its files' sha256, the text with its windows, versions and machine.
@@ -85,12 +86,14 @@ class TraceSide(Side):
         with suppress(KeyError, ValueError, TypeError, RecursionError):  # what another program says is not read
             said = json.loads(file.metadata["about"])
             about = said if said["format"] in (FORMAT, TRACE_FORMAT) else {}
-        rows, lengths, traced, side = file.read("logits"), None, dict[str, Tensor](), about.get("side", about)
+        rows, traced, side = file.read("logits"), dict[str, Tensor](), about.get("side", about)
+        lengths = documents = None
         config, vocab = GPT2Config(**side["config"]) if side.get("config") else None, rows.size(-1)
         windows: Windows
         if about.get("format") == FORMAT:
             windows, text = Windows(**about["windows"]), Scored(**about["text"])
             lengths = known.reshape(vocab) if (known := file.read("token_bytes")).any() else None
+            documents = file.read("documents").reshape(ids.shape) if "documents" in file.entries else None
         else:
             batch, tokens = (ids := ids if ids.ndim == 2 else ids[None]).shape
             windows, rows = RowWindows(tokens - 1), rows.reshape(batch, tokens, vocab)[:, :-1].flatten(0, 1)
@@ -107,7 +110,7 @@ class TraceSide(Side):
         model = ComparedModel(name, by, dtype, side.get("revision"), parameters, side.get("config", {}), files)
         for part, value in ((part, getattr(each, part.name)) for each in (text, model) for part in fields(each)):
             require_type(part.name, value, part.type)
-        passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths)
+        passage = Passage(ids.flatten(), windows, text, None, about.get("tokenizer"), lengths, documents)
         return cls(name, model, rows, passage, traced, config)
 
     vocab_size = property(lambda self: self.rows.size(-1))
@@ -167,6 +170,9 @@ def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
     said |= {"tokenizer": tokenizer.fingerprint if tokenizer else None, "windows": vars(passage.windows)}
     about = as_json({"format": FORMAT, "version": __version__, **said}, None)
     lengths = passage.token_bytes(tokenizer)[:vocab].double() if tokenizer else torch.zeros(vocab, dtype=torch.float64)
+    known = {"token_bytes": lengths, "ids": passage.ids}
+    if passage.documents is not None and passage.documents[-1] > passage.documents[0]:
+        known["documents"] = passage.documents
     shape, rest = (sum(span.end - span.first for span in spans), vocab), iter(spans)
 
     def keeping(ids: Tensor) -> Tensor:
@@ -175,10 +181,10 @@ def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
             span = next(rest)
             if span is spans[0]:  # the header needs the type of the logits
                 logits = torch.empty(shape, dtype=row.dtype, device="meta")
-                header, _ = safetensors_header({"token_bytes": lengths, "ids": passage.ids, "logits": logits}, {"about": about})
+                header, _ = safetensors_header({**known, "logits": logits}, {"about": about})
                 file.write(header)
-                write_pieces(file, lengths)
-                write_pieces(file, passage.ids)
+                for each in known.values():
+                    write_pieces(file, each)
             write_pieces(file, row[span.first - span.start :])
         return output
 
