@@ -147,4 +147,4 @@ def execute(notebook: nbformat.NotebookNode, folder: Path, monkeypatch: pytest.M
 
 
 def launch(command: list[str], env: Mapping[str, str], cwd: str, **pipes: Any) -> forks.Fork:
-    return forks.start(*command[1:], environ=env, cwd=Path(cwd), modules=MODULES)
+    return forks.Fork(*command[1:], environ=env, cwd=Path(cwd), modules=MODULES)

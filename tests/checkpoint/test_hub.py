@@ -60,7 +60,7 @@ def cases(*names: str | dict[str, Any]) -> str:
 
 
 def resolving(hub: HubStandIn, home: Path, *names: str | dict[str, Any], **environ: str) -> forks.Fork:
-    return forks.start("-c", SCRIPT, cases(*names), environ=hub.environ(home, **environ), strict=True)
+    return forks.Fork("-c", SCRIPT, cases(*names), environ=hub.environ(home, **environ), strict=True)
 
 
 def results(process: forks.Fork) -> list[dict[str, Any]]:
@@ -309,7 +309,7 @@ def test_a_bug_of_ours_is_no_trouble_of_the_network(bug: type[Exception], tmp_pa
 
 
 def start(hub: HubStandIn, home: Path) -> forks.Fork:
-    return forks.start("-m", "gpt2", "info", "org/name", environ=hub.environ(home))
+    return forks.Fork("-m", "gpt2", "info", "org/name", environ=hub.environ(home))
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -223,7 +223,7 @@ def test_ctrl_c_while_training_saves_and_exits_130(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("To be, or not to be, that is the question.\n" * 400)
     endless = " ".join(f"--set {name}=100000" for name in ("steps", "eval_every", "save_every"))
     command = f"train shakespeare-mini --out run {TINY} {endless} --set log_every=1"
-    process = forks.start("-m", "gpt2", *command.split(), cwd=tmp_path)
+    process = forks.Fork("-m", "gpt2", *command.split(), cwd=tmp_path)
     while logged_steps(tmp_path / "run") < 5 and process.poll() is None:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)

@@ -145,7 +145,7 @@ def test_the_process_ends_with_the_command(tmp_path: Path) -> None:
     (tmp_path / "temporary").mkdir()
     code = "import sys; from gpt2.cli.main import main; main(sys.argv[1:])"
     environ = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    process = forks.start("-c", code, "diagnose", tmp_path / "port.py", environ=environ)
+    process = forks.Fork("-c", code, "diagnose", tmp_path / "port.py", environ=environ)
     wait_until((tmp_path / "pids").exists)
     pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     process.kill()

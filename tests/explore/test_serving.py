@@ -14,7 +14,6 @@ import pytest
 from support import forks
 from support.browser import Browser, in_a_browser
 from support.commands import as_json, mistake, printed
-from support.forks import Fork
 
 import gpt2
 from gpt2.cli.main import main
@@ -31,9 +30,9 @@ class Page(NamedTuple):
     path: str
 
 
-def start(*args: str) -> tuple[Fork, Page]:
+def start(*args: str) -> tuple[forks.Fork, Page]:
     """Start the command as a process; return its address."""
-    process = forks.start("-m", "gpt2", "explore", "--port", "0", *args, strict=True)
+    process = forks.Fork("-m", "gpt2", "explore", "--port", "0", *args, strict=True)
     line = process.error_line()
     found = re.fullmatch(r"open http://127\.0\.0\.1:(\d+)(/[\w-]{22}/) in a browser; Ctrl-C ends it\n", line)
     if not found:

@@ -31,7 +31,7 @@ def watch_a_fork(command: list[str], folder: Path, limit: float, progress: objec
     flag, code, *arguments = command[command.index("-c") :]
     begin = "import os, sys; os.dup2(os.pipe()[0], 0)\n"  # a stdin that does not end
     begin += f"sys.dont_write_bytecode = {'-B' in command}\n"
-    process = forks.start(flag, begin + code, *arguments)
+    process = forks.Fork(flag, begin + code, *arguments)
     try:
         return process.poll(min(limit, 120))
     finally:

@@ -1,9 +1,7 @@
 """Processes that begin in milliseconds: forks of one process that has imported torch, which alone takes 1.7 s of CPU.
 
-All workers of `-n 2` share this process.
-
     done = run("-m", "gpt2", "info", "org/name", environ=hub.environ(home))
-    process = start("-c", code, argument)  # then `wait`, `communicate`, `kill`, as of subprocess.Popen
+    process = Fork("-c", code, argument)  # then `wait`, `communicate`, `kill`, as of subprocess.Popen
 
 Each has its own environment, working folder, output and exit, and the modules that it imports itself, such as
 `huggingface_hub`, read that environment. What torch, OpenMP or the interpreter read when they begin is that of the tests, and
@@ -27,27 +25,19 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 import traceback
 import warnings
 import weakref
-import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
-TORCH = "torch gpt2.model gpt2.config"
-MODULES = f"{TORCH} safetensors.torch numpy httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console tiktoken"
-MODULES += " tokenizers torch._dynamo torch.distributed.fsdp gpt2.cli.main gpt2.checkpoint.hub gpt2.train.loop"
-MODULES += " gpt2.comparison.run"
-HOST = "support.forks"
-CALL = """
-import pickle, sys
-target, arguments = pickle.loads(bytes.fromhex(sys.argv[1]))
-print(pickle.dumps(target(*arguments)).hex())
-"""
+TORCH = "torch gpt2.model"
+MODULES = f"{TORCH} torch._dynamo torch.distributed.fsdp httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console"
+MODULES += " tiktoken gpt2.cli.main gpt2.train.loop gpt2.comparison.run"
+CALL = "import pickle, sys; f, x = pickle.loads(bytes.fromhex(sys.argv[1])); print(pickle.dumps(f(*x)).hex())"
 
 
 class Fork:
@@ -55,22 +45,23 @@ class Fork:
 
     stdin = stdout = stderr = None
 
-    def __init__(self, words: tuple[str, ...], environ: Mapping[str, str], cwd: Path | None, strict: bool, modules: str) -> None:
+    def __init__(self, *words: str | Path, modules: str = MODULES, orders: Sequence[socket.socket] = (), **order: Any) -> None:
+        """Start ``python WORDS``, which begin with ``-c CODE`` or ``-m MODULE``; ``strict=True`` makes warnings errors."""
         self._files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115 (closed at the end)
-        status, theirs = os.pipe()
-        order = {"words": words, "environ": dict(environ), "cwd": str(cwd or Path.cwd()), "strict": strict}
-        handles = [int(words[-1])] if words[1] == HOST else []
-        socket.send_fds(_host(modules), [b" "], [*(file.fileno() for file in self._files), theirs, *handles])
-        _host(modules).sendall(json.dumps(order).encode() + b"\n")
+        host, (status, theirs) = _host(modules), os.pipe()
+        handles = [theirs, *(file.fileno() for file in (*self._files, *orders))]
+        self._files.append(os.fdopen(status, "rb", 0))  # without a buffer, in which `select` would not see the exit status
+        socket.send_fds(host, [b" "], handles)
         os.close(theirs)
-        self._status = os.fdopen(status)
-        self.pid, self.returncode = int(self._status.readline()), None
+        order = {"words": [*map(str, words)], "environ": dict(os.environ), "cwd": Path.cwd(), "strict": False} | order
+        host.sendall(json.dumps(order, default=str).encode() + b"\n")
+        self.pid, self.returncode = int(self._files[2].readline()), None
         self._told = 0  # bytes of stderr that were read
 
     def poll(self, seconds: float | None = 0) -> int | None:
         """Return the exit status, or None if the process has not ended in so many seconds."""
-        if self.returncode is None and select.select([self._status], [], [], seconds)[0]:
-            self.returncode = int(self._status.readline())
+        if self.returncode is None and select.select([self._files[2]], [], [], seconds)[0]:
+            self.returncode = int(self._files[2].readline())
         return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
@@ -81,21 +72,21 @@ class Fork:
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
         """Wait for the end; return stdout and stderr."""
         self.wait(timeout)
-        for file, start in zip(self._files, (0, self._told), strict=True):
+        for file, start in zip(self._files, (0, self._told), strict=False):
             file.seek(start)
-        out, err = (file.read().decode() for file in self._files)
+        out, err = (file.read().decode() for file in self._files[:2])
         return out, err
 
     def error_line(self) -> str:
         """Wait for the next line on stderr, and return it."""
-        while b"\n" not in (text := os.pread(self._files[1].fileno(), 10_000, self._told)) and self.poll() is None:
-            time.sleep(0.01)
+        while b"\n" not in (text := os.pread(self._files[1].fileno(), 10_000, self._told)) and self.poll(0.01) is None:
+            pass
         line = text[: text.find(b"\n") + 1]
         self._told += len(line)
         return line.decode()
 
     def __del__(self) -> None:
-        for file in (*self._files, self._status):
+        for file in self._files:
             file.close()
 
     def send_signal(self, number: int) -> None:
@@ -106,17 +97,6 @@ class Fork:
         """End the process and those that it has started, also if it has ended itself."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-
-
-def start(
-    *words: str | Path,
-    environ: Mapping[str, str] = os.environ,
-    cwd: Path | None = None,
-    strict: bool = False,
-    modules: str = MODULES,
-) -> Fork:
-    """Start ``python WORDS``, which begin with ``-c CODE`` or ``-m MODULE``; ``strict`` makes warnings errors."""
-    return Fork(tuple(map(str, words)), environ, cwd, strict, modules)
 
 
 def finished(process: Fork, status: int = 0, timeout: float = 120) -> subprocess.CompletedProcess[str]:
@@ -130,13 +110,13 @@ def finished(process: Fork, status: int = 0, timeout: float = 120) -> subprocess
 
 
 def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: Any) -> subprocess.CompletedProcess[str]:
-    """Do what :func:`start` does, wait for the end, and assert the exit status."""
-    return finished(start(*words, **settings), status, timeout)
+    """Start a process, wait for the end, and assert the exit status."""
+    return finished(Fork(*words, **settings), status, timeout)
 
 
 def call(target: Callable[..., object], *arguments: object) -> Fork:
     """Start a process that calls ``target``; :func:`returned` waits for what it returns."""
-    return start("-c", CALL, pickle.dumps((target, arguments)).hex())
+    return Fork("-c", CALL, pickle.dumps((target, arguments)).hex())
 
 
 def returned(process: Fork) -> Any:
@@ -145,44 +125,30 @@ def returned(process: Fork) -> Any:
 
 @functools.cache
 def _host(modules: str) -> socket.socket:
-    """Connect to the process that imports these modules and forks; the first worker to ask starts it, it ends with the last."""
-    import fcntl
-
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    place = f"{tempfile.gettempdir()}/forks-{zlib.crc32(f'{run} {modules}'.encode()):x}"
+    """Start the process that imports these modules and forks; it ends with this one."""
+    ours, theirs = socket.socketpair()
+    environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
+    words = [sys.executable, "-m", "support.forks", modules]
     if base := next((each for each in (MODULES, TORCH) if modules.startswith(f"{each} ")), None):
-        _host(base)  # before the lock is taken
-    ours = socket.socket(socket.AF_UNIX)
-    atexit.register(ours.close)
-    with open(__file__) as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if os.path.exists(place):
-            ours.connect(place)
-            return ours
-        theirs = socket.socket(socket.AF_UNIX)
-        theirs.bind(place)
-        theirs.listen()
-        environ = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "PYTHONPATH": f"{TESTS.parent}{os.pathsep}{TESTS}"}
-        words = ["-m", HOST, modules, str(theirs.fileno())]
-        if base:
-            start(*words, environ=environ, modules=base)
-        else:
-            words, quiet = [sys.executable, *words], subprocess.DEVNULL
-            process = subprocess.Popen(words, env=environ, pass_fds=[theirs.fileno()], stdin=quiet)
-            process.returncode = 0  # nobody waits: the other worker may need it for longer
-        theirs.close()
-        ours.connect(place)
+        process = Fork(*words[1:], environ=environ, modules=base, orders=[theirs])
+    else:
+        process = subprocess.Popen(words, env=environ, stdin=theirs)
+    theirs.close()
+    atexit.register(process.wait)
+    atexit.register(ours.close)  # before it waits
     return ours
 
 
-def _serve(asked: socket.socket, modules: str) -> list[str]:
-    """Fork for each order, until the tests close their sockets. Return in the forks alone, with the words of the order."""
+def _serve(modules: str) -> list[str]:
+    """Fork for each order that comes by stdin, until the tests close it. Return in the forks alone, with the order's words."""
+    orders = socket.socket(fileno=os.dup(0))
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the tests, which close the socket
     for name in modules.split():
         importlib.import_module(name)
-    if modules == MODULES:
-        from gpt2.pages.drawing import matplotlib_of_our_own
-
-        with matplotlib_of_our_own():  # looks for fonts when it is imported; a run of training draws its losses
+    if modules == MODULES:  # matplotlib looks for fonts when it is imported; a run of training draws its losses
+        with importlib.import_module("gpt2.pages.drawing").matplotlib_of_our_own():
             pass
     assert "huggingface_hub" not in sys.modules
     atexit._clear()  # each fork would take torch apart at its end, one operator after another
@@ -190,58 +156,50 @@ def _serve(asked: socket.socket, modules: str) -> list[str]:
     weakref.finalize._registered_with_atexit = False
     gc.collect()
     gc.freeze()  # a fork that looked for garbage here would copy all these pages
-    ended, ends = socket.socketpair()  # a byte for each fork that has ended
-    ended.setblocking(False), ends.setblocking(False)
+    ended, ends = os.pipe()  # a byte for each fork that has ended
+    os.set_blocking(ends, False)
+    signal.set_wakeup_fd(ends)
     signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(ends.fileno())
-    tests, running = [], {}  # sockets of the tests; where to write a process's exit status
+    running: dict[int, int] = {}  # where to write a process's exit status
     while True:
-        for ready in select.select([asked, ended, *tests], [], [])[0]:
-            if ready is asked:
-                tests.append(asked.accept()[0])
-            elif ready is ended:
-                ended.recv(1000)
-                while running and (found := os.waitpid(-1, os.WNOHANG))[0]:
-                    status = running.pop(found[0])
+        while ended in select.select([orders, ended], [], [])[0]:
+            os.read(ended, 1000)
+            for pid in [*running]:
+                if (found := os.waitpid(pid, os.WNOHANG))[0]:
                     with contextlib.suppress(BrokenPipeError):  # of a process that nobody waits for
-                        os.write(status, b"%d\n" % os.waitstatus_to_exitcode(found[1]))
-                    os.close(status)
-            elif not (received := socket.recv_fds(ready, 1, 4))[0]:
-                tests.remove(ready)
-                if not tests:
-                    os.unlink(asked.getsockname())
-                    sys.exit()
-            else:
-                order, (out, err, status, *handles) = received[:2]
-                while not order.endswith(b"\n"):
-                    order += ready.recv(1 << 16)
-                if (pid := os.fork()) == 0:
-                    signal.set_wakeup_fd(-1)
-                    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                    for each in (asked, ended, ends, *tests):
-                        each.close()  # a socket that is let go is a warning, an error where they are strict
-                    return _begin(json.loads(order), out, err, *handles)
-                os.setpgid(pid, pid)  # a signal to its group is for it alone
-                os.write(status, b"%d\n" % pid)
-                running[pid] = status
-                for handle in (out, err, *handles):
-                    os.close(handle)
-
-
-def _begin(order: dict, out: int, err: int, asked: int | None = None) -> list[str]:
-    """Take a place in the world: the output, signals, environment and folder of the order. Return its words."""
-    for handle, place in ((out, 1), (err, 2)):
+                        os.write(running[pid], b"%d\n" % os.waitstatus_to_exitcode(found[1]))
+                    os.close(running.pop(pid))
+        order, handles, _, _ = socket.recv_fds(orders, 1, 4)
+        while order and not order.endswith(b"\n"):
+            order = (more := orders.recv(1 << 16)) and order + more
+        if not order:  # the tests have ended, perhaps in the middle of an order
+            for pid in running:
+                with contextlib.suppress(ProcessLookupError):  # those that fork have no group, and end in this way too
+                    os.killpg(pid, signal.SIGKILL)
+            sys.exit()
+        if (pid := os.fork()) == 0:
+            break
+        running[pid] = handles[0]
+        for handle in handles[1:]:
+            os.close(handle)
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for handle, place in zip(handles[1:], (1, 2, 0), strict=False):
         os.dup2(handle, place)
+    if len(handles) == 3:  # not one that forks
+        os.setpgid(0, 0)  # a signal to its group is for it alone
+    os.write(handles[0], b"%d\n" % os.getpid())
+    for handle in (orders.detach(), ended, ends, *running.values(), *handles):
         os.close(handle)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # tests in the background of a script inherit that it is ignored
-    os.environ.clear()
-    os.environ.update(order["environ"])
-    os.chdir(order["cwd"])
+    asked = json.loads(order)
+    os.environ.clear(), os.environ.update(asked["environ"])
+    os.chdir(asked["cwd"])
     sys.path[0], tempfile.tempdir = "", None
     faulthandler.enable()
-    if order["strict"]:
+    if asked["strict"]:
         warnings.simplefilter("error")
-    return order["words"] if asked is None else [*order["words"][:-1], str(asked)]
+    return asked["words"]
 
 
 def _run(flag: str, what: str, *arguments: str) -> int:
@@ -263,7 +221,7 @@ def _run(flag: str, what: str, *arguments: str) -> int:
 
 
 if __name__ == "__main__":
-    status = _run(*_serve(socket.socket(fileno=int(sys.argv[2])), sys.argv[1]))
+    status = _run(*_serve(sys.argv[1]))
     threading._shutdown()  # waits for threads
     atexit._run_exitfuncs()
     sys.stdout.flush(), sys.stderr.flush()

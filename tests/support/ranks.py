@@ -110,7 +110,7 @@ def command(recipe: Recipe, folder: Path) -> forks.Fork:
     path = f"{ROOT}{os.pathsep}{folder.parent}"  # where a test may have written a sitecustomize
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     words = ["train", toml(recipe, folder.with_suffix(".toml")), "--out", folder, "--nproc", "2"]
-    return forks.start("-m", "gpt2", *words, environ=environment)
+    return forks.Fork("-m", "gpt2", *words, environ=environment)
 
 
 def reached(folder: Path, step: int, process: forks.Fork) -> None:
