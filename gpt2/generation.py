@@ -187,7 +187,7 @@ class Ending:
     """Whether one generated text has ended; it is told one id after the other."""
 
     def __init__(self, stop: Stop | None) -> None:
-        if not (stop is None or isinstance(stop, StopText) or hasattr(stop, "__index__")):
+        if not (stop is None or isinstance(stop, StopText) or (hasattr(stop, "__index__") and not getattr(stop, "ndim", 0))):
             given = f"generate: stop is {quoted(stop)}; give an id"
             raise InputError(f"{given}, or gpt2.generation.StopText with the tokenizer and the texts that end it")
         self.stop, self.ended, self._tail = stop, False, b""
@@ -220,11 +220,11 @@ def generate(
     top_p: float | None = None,
     min_p: float | None = None,
     repetition_penalty: float = 1.0,
-    seed: int | None = None,
-    stop: Stop | None = None,
+    seed: "int | None" = None,
+    stop: "Stop | None" = None,
     attention_mask: Tensor | None = None,
     use_cache: bool = True,
-    draft: GPT2 | None = None,
+    draft: "GPT2 | None" = None,
     rows: Tensor | None = None,
 ) -> Ids:
     """Return the prompt and its continuation; :func:`stream` has the method.

@@ -76,7 +76,7 @@ def add_options(parser: argparse.ArgumentParser, settings: type) -> None:
         if "help" not in each.metadata:
             continue
         kind = each.type
-        assert not isinstance(kind, str), f"{each.name}: its type is a text; leave out from __future__ import annotations"
+        assert not isinstance(kind, str) or kind.startswith("str"), f"{each.name}: its type is written as a text"
         how: dict[str, Any] = {"help": help_of(each), "default": argparse.SUPPRESS}
         kinds, several, optional = get_args(kind) or (kind,), get_origin(kind) is tuple, each.default is not MISSING
         if kind is bool:
@@ -153,7 +153,7 @@ def pick(settings: Any, *names: str) -> dict[str, Any]:
 
 KINDS: dict[Any, tuple[str, Any]] = {  # of a value: its words, and what is taken for it
     NoneType: ("None", NoneType),
-    bool: ("True or False", bool),
+    bool: ("True or False", Real | None),
     int: ("a whole number", Integral),
     float: ("a number", Real),
     str: ("a text", str),
@@ -162,17 +162,17 @@ KINDS: dict[Any, tuple[str, Any]] = {  # of a value: its words, and what is take
 }
 
 
-def require_type(name: str, value: Any, kind: Any) -> None:
-    """Raise InputError: a value of another type, or too large a number. Lists, and types that are texts, are not asked."""
+def require_type(name: str, value: Any, kind: Any) -> Any:
+    """Return a value, a number as Python's. Raises InputError: another type, too large. Not of lists, names, types as texts."""
     kinds = [get_origin(each) or each for each in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))]
-    if not all(isinstance(each, type) and each not in (list, Sequence, inspect.Parameter.empty) for each in kinds):
-        return
-    known = [KINDS.get(each, (f"a {each.__name__}", each)) for each in kinds]
-    is_bool = type(value).__name__ in ("bool", "bool_")  # NumPy's too; a whole number elsewhere
-    fits = bool in kinds if is_bool else any(isinstance(value, taken) for _, taken in known)
-    if not fits or (isinstance(value, int) and abs(value) >= 2**64):
+    if not all(isinstance(each, type) and each not in (list, Sequence, os.PathLike, inspect.Parameter.empty) for each in kinds):
+        return value  # the function's own check has better words
+    words, taken = zip(*(KINDS.get(each, (f"a {each.__name__}", each)) for each in kinds), strict=True)
+    value = value.item() if getattr(value, "shape", None) == () and not isinstance(value, taken) else value
+    if not isinstance(value, taken) or (isinstance(value, int) and abs(value) >= 2**64):
         shown = repr(value)[:60] if isinstance(value, str | Real | None) else f"of type {type(value).__name__}"
-        raise InputError(f"{name} is {shown}; give {' or '.join(words for words, _ in known)}")
+        raise InputError(f"{name} is {shown}; give {' or '.join(words)}")
+    return bool(value) if bool in kinds else int(value) if isinstance(value, Integral) else value
 
 
 def signed(function: F, settings: type | None = None) -> F:
@@ -192,7 +192,7 @@ def signed(function: F, settings: type | None = None) -> F:
             if name not in known:
                 near = did_you_mean(name, known) or f"; it has {', '.join(known)}"
                 raise TypeError(f"{function.__name__}() has no keyword {name!r}{near}")
-            require_type(f"{function.__name__}: {name}", value, known[name].annotation)
+            options[name] = require_type(f"{function.__name__}: {name}", value, known[name].annotation)
         return function(*args, **options)
 
     checked.__signature__ = signature.replace(parameters=[*own, *more])  # type: ignore[attr-defined]

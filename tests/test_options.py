@@ -4,8 +4,10 @@ import argparse
 import inspect
 from dataclasses import dataclass, fields
 
+import numpy as np
 import pytest
-from support.commands import refusal
+import torch
+from support.commands import ASSET, refusal
 
 import gpt2
 from gpt2.bench import bench
@@ -60,9 +62,14 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
         (gpt2.trace, {"gradients": "no"}, "trace: gradients is 'no'; give True or False"),
         (gpt2.compare, {"save": 5}, "compare: save is 5; give a text or a path or None"),
         (gpt2.trace, {"steps": 2**70}, "trace: steps is 11805"),
+        *((each, {"dtype": torch.int16}, "unknown dtype") for each in (gpt2.compare, gpt2.trace, gpt2.verify, gpt2.load)),
         (gpt2.verify_device, {"progress": "x"}, "verify_device: progress is 'x'; give a function"),
     ):
         assert says in refusal(function, **wrong)
+    model = gpt2.load(name=ASSET, offline=0, device=torch.device("cpu"))  # which it took by position alone
+    assert gpt2.trace(name=ASSET, device=torch.device("cpu"), tokens=torch.tensor(4), gradients=1).model == str(ASSET)
+    assert gpt2.compare(model, b=ASSET, device=torch.device("cpu"), offline=0, tokens=4, on=ASSET / "README.md").text.name
+    assert len(gpt2.generate(model, [1], max_new_tokens=np.int64(2), use_cache=0, temperature=torch.tensor(1.0))) == 3
     shown = inspect.signature(gpt2.compare).parameters
     assert {each.name: each.default for each in fields(Settings)}.items() <= {n: p.default for n, p in shown.items()}.items()
 

@@ -7,7 +7,7 @@ from torch import nn
 
 from gpt2.checkpoint.checkpoint import open_checkpoint, resolve, tokenizer_of
 from gpt2.checkpoint.containers import require_whole_files, whole
-from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName
+from gpt2.checkpoint.names import DEFAULT, RUNS, ModelName, Name
 from gpt2.config import GPT2Config, quoted
 from gpt2.damage import ADVICE, Look, look, require_finite
 from gpt2.data import Tokenizer
@@ -16,10 +16,10 @@ from gpt2.model import GPT2
 
 
 def load(
-    name: str = DEFAULT,
+    name: Name = DEFAULT,
     *,
-    dtype: str | torch.dtype | None = None,
-    device: str | torch.device = "cpu",
+    dtype: "str | torch.dtype | None" = None,
+    device: "str | torch.device" = "cpu",
     revision: str | None = None,
     offline: bool = False,
     activation_function: str | None = None,
@@ -53,7 +53,7 @@ def load(
     return checkpoint.load(device=require_device(device, checkpoint.dtype))
 
 
-def load_tokenizer(name: str = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:
+def load_tokenizer(name: Name = DEFAULT, *, revision: str | None = None, offline: bool = False) -> Tokenizer:
     """Load a model's tokenizer; names as in :func:`load`. Raises InputError: no such model, or no intact tokenizer files."""
     parsed = ModelName.parse(name, RUNS, revision=revision)
     if parsed.random is not None:

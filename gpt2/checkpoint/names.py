@@ -36,12 +36,13 @@ FLOATS = {  # which transformers computes in, and other programs' files hold
     **dict.fromkeys(("fp16", "float16", "f16"), "float16"),
     **dict.fromkeys(("fp64", "float64", "f64"), "float64"),
 }
+Name = str | os.PathLike[str]
 RUNS = {**FLOATS, "int8": "int8"}  # dtypes to run a model; int8 quantises the weights on loading (gpt2.int8)
 
 
 def dtype_name(text: str, use: Mapping[str, str], where: str = "") -> str:
     """Return torch's name of a dtype: ``"bf16"`` -> ``"bfloat16"``. Raises InputError: not in ``use``, such as ``RUNS``."""
-    if text in use:
+    if (text := str(text)) in use:
         return use[text]
     if text in RUNS:
         leave_out = f"leave :{text} out here" if where else "choose another here"
@@ -73,7 +74,7 @@ class ModelName:
     @classmethod
     def parse(
         cls,
-        text: str | os.PathLike[str],
+        text: Name,
         use: Mapping[str, str] = RUNS,
         *,
         dtype: str | None = None,

@@ -96,7 +96,7 @@ def _measured(args: CompareSettings) -> Any:
     if args.attention is not None:
         from gpt2.explore.attention import compare_attention
 
-        return compare_attention(args.a, args.b, args.attention, device=args.device, offline=args.offline)
+        return compare_attention(args.a, args.b, args.attention, device=str(args.device), offline=args.offline)
     names = [name for name in (args.a, args.b, *args.others) if name is not None]
     if sum(len(with_checkpoints(name)) for name in names) == 1:
         if args.save is None:

@@ -65,6 +65,8 @@ def compare(a: Given = DEFAULT, b: Given = f"hf/{DEFAULT}", *others: Given, **op
 def compare_named(given: Sequence[Given], settings: Settings) -> Comparison | Comparisons:
     """Compare models as :func:`compare` does, from a list."""
     known = [_model(each) for each in given]
+    if settings.on is not None and not isinstance(settings.on, str | os.PathLike):
+        raise InputError(f"on={type(settings.on).__name__}: give the name of a text, or of a file with it; {TEXTS}")
     models = [saved for each in known for saved in ([Saved(each)] if isinstance(each, GPT2) else with_checkpoints(each))]
     for each in changed(settings, "threshold", "blame", "save", "cases") if len(models) > 2 else ():
         run = "; a run's folder is all its checkpoints, RUN/best the best one" if len(models) > len(known) else ""

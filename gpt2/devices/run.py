@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import model_with, open_checkpoint
 from gpt2.checkpoint.loading import require_device, require_intact
-from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, Name
 from gpt2.decoder import Decoder
 from gpt2.devices.judge import Judge
 from gpt2.devices.report import DeviceReport
@@ -31,8 +31,8 @@ PARAMETERS = 200e6  # of a larger model, as many blocks are judged as have so ma
 
 
 def verify_device(
-    name: str = DEFAULT,
-    device: str | torch.device = "auto",
+    name: Name = DEFAULT,
+    device: "str | torch.device" = "auto",
     *,
     dtypes: Iterable[torch.dtype] | None = None,
     seed: int = 0,
@@ -56,7 +56,7 @@ def verify_device(
     checkpoint = open_checkpoint(replace(parsed, dtype=None), offline=offline)
     progress("loading")
     model = _first_blocks(checkpoint.load(torch.float32))
-    require_intact(model, name)
+    require_intact(model, str(name))
     judge, config, stopped = Judge(target, progress), model.config, ""
     ids = torch.randint(config.vocab_size, (2, TOKENS), generator=torch.Generator().manual_seed(seed))[:, : config.n_positions]
     ids[0, -1], ids[1, 0] = config.vocab_size - 1, ids[0, 0]  # the table's last row, and an id that occurs twice

@@ -170,12 +170,12 @@ class Named:
     ends: bool = False
 
 
-def open_text(spec: str | None = None, *, offline: bool = False) -> Text:
+def open_text(spec: str | Path | None = None, *, offline: bool = False) -> Text:
     """Open the text of ``spec`` (syntax: this module's docstring); an existing file has priority over a name.
 
     Raises InputError: no such text, option, play, or file; not UTF-8; not reachable. CheckpointError: a wrong hash.
     """
-    spec = DEFAULT if spec is None else str(user_path(spec)) if spec.startswith("~") else spec
+    spec = DEFAULT if spec is None else str(user_path(spec) if str(spec).startswith("~") else spec)
     named, options = _parse(spec)
     own = {key: options.pop(key, default) for key, default in named.options.items()}
     sizes = {key: _positive(spec, key, value) for key, value in options.items()}

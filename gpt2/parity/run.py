@@ -11,7 +11,7 @@ import torch
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint, open_path
 from gpt2.checkpoint.loading import require_intact
-from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, dtype_name
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, Name, dtype_name
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import save, sha256
 from gpt2.damage import ADVICE
@@ -41,10 +41,10 @@ class Verifies(Protocol[P]):
     """:func:`verify`, with the fields of ``VerifySettings`` as its keywords."""
 
     @overload
-    def __call__(self, name: str | GPT2 = ..., *args: P.args, **settings: P.kwargs) -> Report: ...
+    def __call__(self, name: Name | GPT2 = ..., *args: P.args, **settings: P.kwargs) -> Report: ...
 
     @overload
-    def __call__(self, name: str = ..., *, device: str | torch.device, **settings: Any) -> DeviceReport: ...
+    def __call__(self, name: Name = ..., *, device: str | torch.device, **settings: Any) -> DeviceReport: ...
 
 
 def _with_keywords(settings: Callable[P, VerifySettings]) -> Callable[[Callable[..., Report | DeviceReport]], Verifies[P]]:
@@ -52,7 +52,7 @@ def _with_keywords(settings: Callable[P, VerifySettings]) -> Callable[[Callable[
 
 
 @_with_keywords(VerifySettings)
-def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = None, **options: Any) -> Report | DeviceReport:
+def verify(name: Name | GPT2 = DEFAULT, *, device: "str | torch.device | None" = None, **options: Any) -> Report | DeviceReport:
     """Compare our model with transformers' on the same weights, one block at a time.
 
     Args:
@@ -90,7 +90,7 @@ def verify(name: str | GPT2 = DEFAULT, *, device: str | torch.device | None = No
     return replace(found, model=shown)
 
 
-def _verified(name: str, settings: VerifySettings) -> Report:
+def _verified(name: Name, settings: VerifySettings) -> Report:
     progress, watch, build = settings.progress, settings.watch, settings.build
     started = time.perf_counter()
     parsed = ModelName.parse(name, FLOATS, revision=settings.revision)

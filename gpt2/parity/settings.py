@@ -24,7 +24,7 @@ class VerifySettings:
     quick: bool = option(QUICK, default=False)
     keep_going: bool = option("look for more differences; the default stops at the first one", default=False)
     record: bool = option("show each number that others recorded of the official weights, beside ours", default=False)
-    dtype: str = "float32"
+    dtype: "str" = "float32"
     build: "Callable[[Path, Any], GPT2] | None" = None
     progress: Callable[[str], None] = lambda what: None
     watch: "Callable[[Report], None] | None" = None

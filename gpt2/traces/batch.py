@@ -89,7 +89,7 @@ def _parsed(text: str, path: Path) -> np.ndarray:
     return np.array(rows, dtype=np.int64)
 
 
-def default_batch(checkpoint: Checkpoint, text: str | None, tokens: int | None, *, offline: bool = False) -> TokenRows:
+def default_batch(checkpoint: Checkpoint, text: str | Path | None, tokens: int | None, *, offline: bool = False) -> TokenRows:
     """Return four rows of ``tokens`` ids each (fewer of a short ``text``, a name or a file as for
     :func:`gpt2.measure.texts.open_text`).
 

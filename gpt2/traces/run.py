@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from gpt2.checkpoint.loading import require_device, require_intact
-from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName
+from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, Name
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import quoted
 from gpt2.errors import InputError
@@ -27,17 +27,17 @@ Ids = str | Path | Targets | list[int] | list[list[int]]
 
 
 def trace(
-    name: str = DEFAULT,
+    name: Name = DEFAULT,
     *,
     ids: Ids | None = None,
     targets: Targets | None = None,
-    text: str | None = None,
+    text: str | Path | None = None,
     tokens: int | None = None,
     gradients: bool = False,
     steps: int = 0,
     settings: Mapping[str, object] | None = None,
-    dtype: str = "float32",
-    device: str | None = None,
+    dtype: "str" = "float32",
+    device: "str | torch.device | None" = None,
     revision: str | None = None,
     offline: bool = False,
     progress: Progress = silent,
@@ -64,7 +64,7 @@ def trace(
         InputError: no such model, ids, text or dtype, ids outside the vocabulary, more tokens than positions, or values that
             ``dtype`` cannot hold. CheckpointError: the checkpoint cannot be read.
     """
-    if (kept_name := FLOATS.get(dtype, dtype)) not in STORED:
+    if (kept_name := FLOATS.get(str(dtype), str(dtype))) not in STORED:
         raise InputError(f"unknown dtype {quoted(dtype)} to store arrays in; use {', '.join(STORED)}")
     kept: torch.dtype = getattr(torch, kept_name)
     if settings and not steps:
@@ -81,7 +81,7 @@ def trace(
     files = {file: sha256(path) for file, path in checkpoint.files().items()}
     progress("loading")
     model = checkpoint.load().double() if where is None else placed(checkpoint.load().float(), where)
-    require_intact(model, name)
+    require_intact(model, name := str(name))
     found = dict(arrays.forward(model, batch, kept, progress))
     if gradients or steps:
         progress("gradients")
@@ -94,7 +94,7 @@ def trace(
 
 
 def _batch(
-    checkpoint: Checkpoint, ids: Ids | None, targets: Targets | None, text: str | None, tokens: int | None, offline: bool
+    checkpoint: Checkpoint, ids: Ids | None, targets: Targets | None, text: str | Path | None, tokens: int | None, offline: bool
 ) -> TokenRows:
     if ids is None:
         if targets is not None:

@@ -260,7 +260,7 @@ def test_models_in_memory_are_compared_as_their_files_are(
         (torch.nn.Linear(2, 2), model): "gpt2.checkpoint_of(module).load()",
     }.items():
         assert says in refusal(compare, *wrong)
-    assert "compare: on is of type list; give a text or None" in refusal(compare, model, tuned, on=["one text", "another"])
+    assert "on=list: give the name of a text, or of a file with it; texts" in refusal(compare, model, tuned, on=["one", "two"])
     asked, tokenizer = [], gpt2.load_tokenizer(str(base))  # which were looked for on the Hub, whatever `offline` said
     monkeypatch.setattr(opening, "load_tokenizer", lambda name, *, offline=False: (asked.append(offline), tokenizer)[1])
     kept, held = list[weakref.ref](), opening.held

@@ -53,7 +53,7 @@ def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
     for kind in KINDS:
         if name.startswith(kind.prefix) and name != kind.prefix:
             return kind.open(name)
-    return CheckpointSide.open(name, offline=settings.offline, dtype=settings.dtype, device=settings.device)
+    return CheckpointSide.open(name, offline=settings.offline, dtype=settings.dtype, device=str(settings.device))
 
 
 def held(model: GPT2, *, offline: bool = False) -> CheckpointSide:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.loading import load
-from gpt2.checkpoint.names import DEFAULT
+from gpt2.checkpoint.names import DEFAULT, Name
 from gpt2.errors import InputError
 from gpt2.int8 import require_float
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
@@ -35,7 +35,7 @@ MAX_RATIO = 10  # where a port refuses float64: its error in its own dtype over 
 
 @torch.no_grad()
 def load_into(
-    module: nn.Module, model: str | GPT2 = DEFAULT, *, revision: str | None = None, offline: bool = False
+    module: nn.Module, model: Name | GPT2 = DEFAULT, *, revision: str | None = None, offline: bool = False
 ) -> MappingReport:
     """Fill ``module``, any torch implementation of GPT-2, with the weights of ``model``, in place, and return a report.
 
@@ -54,7 +54,7 @@ def load_into(
     """
     if not isinstance(module, nn.Module):
         raise InputError(f"load_into fills a torch.nn.Module, and was given {type(module).__name__}; build the module first")
-    ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    ours = model if isinstance(model, GPT2) else load(model, revision=revision, offline=offline)
     require_float(ours, "load_into")
     name, config, state = type(module).__name__, ours.config, ours.state_dict()
     give_shapes(module, config, name)
@@ -78,7 +78,7 @@ def load_into(
         borrowed.keep(row.name for row in rows)
     unplaced = remarks.unfilled, remarks.idle, remarks.unused
     said = tuple(remarks.ambiguous), tuple(remarks.problems), tuple(remarks.notes)
-    return MappingReport(name, model if isinstance(model, str) else "a model", rows, *unplaced, *said, *verdict)
+    return MappingReport(name, "a model" if isinstance(model, GPT2) else str(model), rows, *unplaced, *said, *verdict)
 
 
 class LogitsVerdict(NamedTuple):

@@ -61,7 +61,7 @@ class ModuleCheckpoint(Checkpoint):
 
 
 @torch.no_grad()
-def checkpoint_of(module: nn.Module, name: str | None = None) -> ModuleCheckpoint:
+def checkpoint_of(module: nn.Module, name: "str | None" = None) -> ModuleCheckpoint:
     """Return the weights and the config of ``module``, any torch implementation of GPT-2, which stays unchanged.
 
     Weights get the module's dtype, the widest of several. A bias that it lacks is zero, a norm's scale is one. Everything that
