@@ -176,11 +176,6 @@ class Schedule:
         words = f"in the first {prompt} tokens alone, as in a prompt before single steps" if which is Which.FIRST else words
         return cls(words, ((0, prompt), *((n, n + 1) for n in range(prompt, tokens))), which)
 
-    @property
-    def is_prompt(self) -> bool:
-        """Whether single tokens follow the first call."""
-        return all(end == begin + 1 for begin, end in self.calls[1:])
-
 
 def lengths(model: Model, most: int = MOST_TOKENS) -> list[int]:
     """Return the lengths of a prompt, or of a window, that are tried: all of up to ``most`` tokens."""

@@ -1,6 +1,5 @@
 """What a program may do otherwise than GPT-2: alternatives, each in a block or outside the blocks, and how likely they are."""
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,11 +32,6 @@ COUNTED = {  # causes, by how many reports each has
 }
 REPORTS = {id: count for count, ids in COUNTED.items() for id in ids.split()}
 SELDOM = 1  # reports of all other causes, at most
-
-
-def rarity(faults: Iterable[Cause]) -> int:
-    """Return minus the number of reports of the least common of ``faults``: less is more common."""
-    return -min((REPORTS.get(fault.id, SELDOM) for fault in faults), default=0)
 
 
 @dataclass(frozen=True)
@@ -76,7 +70,8 @@ class Candidate:
         Another sequence of all blocks comes before each block with another one's weights, which is the same function.
         """
         permuted = self.order is not None and sorted(self.order) == list(range(len(self.order)))
-        return self.price, not permuted, rarity(self.faults(0)), self.is_local
+        reports = min((REPORTS.get(fault.id, SELDOM) for fault in self.faults(0)), default=0)  # of the least common
+        return self.price, not permuted, -reports, self.is_local
 
     @property
     def rounds(self) -> bool:

@@ -102,10 +102,8 @@ def other_blocks(model: Model) -> Iterator[Alternative]:
     modules = {**NODES_OF, "ln_1": ("ln_1",), "ln_2": ("ln_2",)}
     modules[""] = tuple(node for some in modules.values() for node in some)
     for (which, source), (module, nodes) in itertools.product(sources.items(), modules.items()) if layers > 1 else ():
-        edits: dict[str, Formula] = {node: partial(_elsewhere, node, source) for node in nodes}
+        edits: dict[str, Formula] = {
+            node: lambda c, s, node=node, source=source: c.at(source(c.layer)).right(node, s) for node in nodes
+        }
         words = f"it holds the checkpoint's tensors of {which}"
         yield Alternative("wrong-tensor", words, edits, module, silent=lambda layer, source=source: source(layer) == layer)
-
-
-def _elsewhere(node: str, source: Callable[[int], int], c: Site, s: State) -> Tensor:
-    return c.at(source(c.layer)).right(node, s)

@@ -65,11 +65,11 @@ class Behaviour:
         self.notes: list[str] = []
         self.divergence: Divergence | None = None
         try:
-            self.arguments = list(inspect.signature(module.forward).parameters)
+            self.arguments = {name: one.default for name, one in inspect.signature(module.forward).parameters.items()}
         except (TypeError, ValueError):
-            self.arguments = []
+            self.arguments = {}
         self.past = next((name for name in self.arguments if _is_past(name)), None)
-        self.switch, self.start = self._argument(*SWITCHES), self._argument(*STARTS)
+        self.switch, self.start, self.holds = self._argument(*SWITCHES), self._argument(*STARTS), False
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
@@ -154,8 +154,8 @@ class Behaviour:
         hidden = {self.config.inner} - {self.config.n_embd}  # empty if both widths are equal: they then tell nothing
         sizes = ((*one.value.shape[-1:], one.after) for one in mode.dropouts)  # of what is dropped, and of the sums before it
         inside = all(".mlp." in at if at else not hidden.isdisjoint(size) for at, size in zip(points, sizes, strict=True))
-        places = [Place.of(point) for point in points if point]
-        places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in places]
+        found = map(Place.of, filter(None, points))
+        places = [Place(place.layer, "mlp") if place.part.startswith("mlp.") else place for place in found]
         count = f"{len(mode.dropouts)} dropouts ran in eval mode" if len(mode.dropouts) > 1 else "one dropout ran in eval mode"
         words = f"your dropout{' inside the feed-forward' if inside else ''} does not stop in eval mode"
         where = collapsed(places, self.config.n_layer) or (Place(EVERY, "mlp" if inside else ""),)
@@ -164,7 +164,6 @@ class Behaviour:
         self.divergence = None if first is None else Divergence(first, error)
 
     def _rows(self, ids: Tensor) -> None:
-        both = self.whole
         for row in range(len(ids)):
             try:
                 alone = self._logits(ids[row : row + 1])
@@ -172,23 +171,23 @@ class Behaviour:
                 words = f"your forward fails on a batch of one ({error_at(failure)})"
                 self._add("batch-dependent", words, "the same ids in a batch of two pass", math.inf)
                 return
-            if error := self._differ(both[row : row + 1], alone):
+            if error := self._differ(self.whole[row : row + 1], alone):
                 evidence = f"row {row} alone and row {row} in a batch of {len(ids)} {_apart(error)}"
                 self._add("batch-dependent", "a row's logits depend on the rows beside it", evidence, error)
                 return
 
     def _cached(self, ids: Tensor) -> bool:
         """Return whether the module has a cache that is right."""
+        self._find_past(ids)
         if not (self.past or self.switch or self.start):
             return False
-        whole = self.whole
-        errors = self._piecewise(ids, whole)
+        errors = self._piecewise(ids, self.whole)
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         if wrong:
             mistakes = self._cache_mistakes(ids, wrong)
             if "position_ids" in self.arguments:
                 notes, places = [*self.notes], torch.arange(ids.size(1), device=ids.device)
-                given = self._piecewise(ids, whole, position_ids=places.expand_as(ids))
+                given = self._piecewise(ids, self.whole, position_ids=places.expand_as(ids))
                 self.notes = notes
                 if given and all(error <= self.bound for error in given.values()):
                     self.notes.append(f"your cache gives the logits without it only if position_ids are given{mistakes}")
@@ -198,6 +197,23 @@ class Behaviour:
             words = f"with your cache the logits are others than without{hint}"
             self._add("cache-inconsistent", words, _split(errors), max(errors.values()))
         return bool(errors) and not wrong
+
+    def _find_past(self, ids: Tensor) -> None:
+        """Set ``past``, where no name says it, to the argument that takes the keys and values of a call; or add a note."""
+        pieces, why = self._ways(ids)["in one piece"], ""
+        for name in [] if self.past else [name for name, one in self.arguments.items() if one is None and "mask" not in name]:
+            self.past = name
+            try:
+                given = self._in_pieces(ids, pieces, {}, True)
+                changes = self._differ(given, self._logits(ids[:, pieces[0] :]))
+                if changes and (self.holds or not self._differ(given, self.whole[:, -given.size(1) :])):
+                    return
+                takes = f"{name} takes it, and {'it is no keys and values' if changes else 'no logit changes'}"
+                why = takes if changes or self.holds else why
+            except Exception as error:
+                why = why or (f"{name}: {error_at(error)}" if self.holds else "")
+            self.past = None
+        self.notes += [f"what your forward returns beside the logits was not tried as a cache: {why}"] if why else []
 
     def _cache_mistakes(self, ids: Tensor, wrong: list[str]) -> str:
         """Say which known mistakes of later calls give the logits of a text in pieces; "" if none do."""
@@ -238,9 +254,8 @@ class Behaviour:
         given = cache = new_cache(len(ids)) if new_cache and past and not switch and not start else None
         at, logits = 0, []
         self.runs.rewind()
-        for reset in (getattr(self.module, name, None) for name in RESETS):
-            if callable(reset):
-                reset()
+        for reset in filter(callable, (getattr(self.module, name, None) for name in RESETS)):
+            reset()
         for piece in pieces:
             arguments: dict[str, Any] = {switch: True} if switch else {}
             arguments |= {past: cache} if past and cache is not None else {}
@@ -251,9 +266,10 @@ class Behaviour:
             at += piece
             logits.append(self._logits_in(output, some)[:, -piece:])
             if past and given is None:
-                old, cache = cache, _cache_of(output)
+                old, cache = cache, _cache_of(output, past)
                 if cache is None:
                     raise ValueError("it returns no cache")
+                self.holds |= _numbers(cache) == 2 * self.config.n_layer * self.config.n_embd * ids[:, :at].numel()
                 if isinstance(old, Tensor) and isinstance(cache, Tensor) and cache.size(-2) == piece < old.size(-2):
                     cache = torch.cat([old, cache], -2)  # as OpenAI's own code returns and takes it
                     self.notes.append("your forward returns new tokens' keys and values alone: put them behind the earlier ones")
@@ -317,16 +333,23 @@ def _is_past(name: str) -> bool:
     return bool(PAST.search(name)) and not NO_PAST.search(name)
 
 
-def _cache_of(output: Any) -> Any:
-    """Return the forward's output without the logits."""
+def _cache_of(output: Any, past: str) -> Any:
+    """Return the forward's output without the logits: what is called ``past`` or the like, or the last part."""
     named = output if isinstance(output, dict) else getattr(output, "_asdict", lambda: getattr(output, "__dict__", {}))()
-    if (cache := next((part for name, part in named.items() if part is not None and _is_past(name)), None)) is not None:
+    cache = next((part for name, part in named.items() if part is not None and (name == past or _is_past(name))), None)
+    if cache is not None or not isinstance(output, tuple):
         return cache
-    if isinstance(output, tuple):
-        losses = [isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2 for part in output]
-        rest = [part for part, is_loss in zip(output, losses, strict=True) if part is not None and not is_loss]
-        return rest[-1] if len(rest) > 1 else None
-    return None
+    losses = (isinstance(part, Tensor) and part.is_floating_point() and part.ndim < 2 for part in output)
+    rest = [part for part, is_loss in zip(output, losses, strict=True) if part is not None and not is_loss]
+    return rest[-1] if len(rest) > 1 else None
+
+
+def _numbers(part: Any, depth: int = 6) -> int:
+    """Return how many floating-point numbers are in the tensors of lists, dictionaries and objects within one another."""
+    if isinstance(part, Tensor):
+        return part.numel() if part.is_floating_point() else 0
+    parts = part.values() if isinstance(part, dict) else getattr(part, "__dict__", {}).values()
+    return sum(_numbers(one, depth - 1) for one in (part if isinstance(part, list | tuple) else parts) if depth)
 
 
 def in_later_calls(model: Model, pieces: Sequence[int]) -> Iterator[tuple[str, Tensor]]:

@@ -129,7 +129,7 @@ class Examination:
         changing = any(cause.id == "not-deterministic" for cause in behaviour.causes)
         if self.dtype == torch.float32 and self.runs.bound == FLOAT64_BOUND and not changing:
             padding += self.runs.imprecise(borrowed, ids, first_logits, same)
-        errors = [reference.error(logits, ids) for ids, logits in outputs]
+        errors = [error_of(logits, reference(ids)) for ids, logits in outputs]
         worst, others = max(errors), [*padding, *behaviour.causes]
         rounding, ends, unread = self.runs.bound, list[Cause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
@@ -158,7 +158,7 @@ class Examination:
             self.notes.append(f"your logits are right for {outputs[0][0].size(1)} tokens; they part at token {at}, from 0")
             ids, logits = self.runs.cut(ids, logits, reference, least)
         self.ids = ids
-        own_error = same.error(logits, ids)
+        own_error = error_of(logits, same(ids))
         if own.placed and own_error <= self.runs.bound:
             expected, traced = trace(reference.model, ids), trace(same.model, ids)
             apart = ((point, worst_relative_error(traced[point], value)) for point, value in expected.items())
@@ -322,7 +322,9 @@ class Examination:
             words = "and it holds no tensor of the checkpoint: this is another kind of model, and gpt2 diagnose needs a GPT-2"
             raise InputError(f"{self.who}: {self.not_gpt2}, {words}")
         known = {cause.id for cause in walked.causes}
-        structural = [cause for cause in self.structural if cause.id not in known and not _refuted(cause, walked)]
+        reached = [Place.of(point) for point in walked.values]  # there, the cause did not give the port's values
+        refuted = [one for one in self.structural if any(p.part and p.contains(point) for p in one.places for point in reached)]
+        structural = [cause for cause in self.structural if cause.id not in known and cause not in refuted]
         causes = [*walked.causes, *structural, *self.weight_causes]
         self.notes += seen(self.module, ids.to(self.runs.device), [cause.id for cause in causes])
         if causes:
@@ -360,12 +362,6 @@ class Examination:
             walked = walk(weights)
             best = walked if walked.explained else best
         return best
-
-
-def _refuted(cause: Cause, walked: Walked) -> bool:
-    """Return whether the walk was at a place of this structural cause, and its formula did not give the port's values."""
-    reached = [Place.of(point) for point in walked.values]
-    return any(place.part and place.contains(point) for place in cause.places for point in reached)
 
 
 def _is_unread(cause: Cause, own: Own, state: Mapping[str, Tensor]) -> bool:

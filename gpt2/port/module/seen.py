@@ -49,7 +49,8 @@ class _Noticing(OperatorMode):
 def seen(module: nn.Module, ids: Tensor, named: Collection[str]) -> Iterator[str]:
     """Yield what the operators of ``module`` on (B, T) ``ids`` show, but what a cause of ``named`` says already."""
     noticing, runs = _Noticing(), Counter[str]()
-    blocks = [(name, part) for name, part in module.named_modules() if name and _is_block(part)]
+    parents = [(name, part) for name, part in module.named_modules() if name and list(part.children())]
+    blocks = [(name, part) for name, part in parents if sum(one.ndim > 1 for one in part.parameters()) > 2]  # several matrices
     handles = [part.register_forward_pre_hook(partial(lambda name, *_: runs.update([name]), name)) for name, part in blocks]
     try:
         with plain_attention(), noticing:
@@ -62,8 +63,3 @@ def seen(module: nn.Module, ids: Tensor, named: Collection[str]) -> Iterator[str
     for words, ids_of, operators in SEEN:
         if operators & shown and not ids_of & set(named):
             yield f"seen in your operators, not proved: {words}{f' ({twice[0]})' if TWICE in operators else ''}"
-
-
-def _is_block(part: nn.Module) -> bool:
-    """Return whether a part has parts of its own with several matrices, as a block has."""
-    return sum(parameter.ndim > 1 for parameter in part.parameters()) > 2 and any(True for _ in part.children())

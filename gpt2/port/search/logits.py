@@ -45,10 +45,6 @@ class Reference:
         self.model.wpe.weight = wpe
         return self.model.head(hidden) if self.own_head is None else F.linear(hidden, self.own_head.to(hidden))
 
-    def error(self, logits: Tensor, ids: Tensor) -> float:
-        """Return the worst relative error of a port's logits."""
-        return error_of(logits, self(ids))
-
 
 def error_of(mine: Tensor, right: Tensor) -> float:
     """Return the worst relative error of a port's logits, for the columns and positions that it returns."""

@@ -169,14 +169,14 @@ class PartSearch:
         """
         faults, giving = self.faults, Giving({(): self.faults.mixing})
         for how in (*schedules(self.part.model), *prompts_in_chunks(self.part.model)):
-            end, prompt = how.calls[0][1], how.is_prompt
-            if prompt and end >= LATER and end > first:
+            end, single = how.calls[0][1], all(last == begin + 1 for begin, last in how.calls[1:])
+            if single and end >= LATER and end > first:
                 yield from faults.until(end, self._giving(how, 1, giving))
             several = end > 1 and how.calls[1][1] > end + 1 and how.calls[-1][1] == how.calls[-1][0] + 1
             for which in (Which.ALL, Which.SEVERAL)[: 1 + several]:  # chunks, and then single tokens
                 seen_in = replace(how, which=which)
                 inside = self._giving(seen_in, min(3, len(how.calls) - 1), giving)
-                yield from (faults.everywhere(one, seen_in) for one in inside if not (one.steps and prompt))
+                yield from (faults.everywhere(one, seen_in) for one in inside if not (one.steps and single))
         plain = {faults.everywhere(one): one for one in faults.plain if one.edits and not one.sees}
         for some, values in self.whole.values([*plain]):  # of a prompt alone: of as many tokens as it gives
             size = self.part.bound * self.whole.wanted.square().mean().sqrt()
