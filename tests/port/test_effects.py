@@ -163,9 +163,7 @@ class Cached(nn.Module):
         return (logits, new) if use_cache else logits
 
 
-class Unnamed(Cached):
-    """Its cache is an object, and no name tells it: it was not tried, and a module whose cache was wrong was called equal."""
-
+class Unnamed(Cached):  # such a cache was not tried, and a module was called equal whose cache was wrong
     def forward(self, ids: Tensor, H: SimpleNamespace | None = None):
         logits, new = super().forward(ids, H and H.all, True)
         return logits, SimpleNamespace(all=new)
@@ -188,8 +186,7 @@ SAID = {
 @pytest.mark.parametrize(("rows", "hides"), SAID)
 def test_what_is_wrong_in_later_calls_is_measured(rows: str, hides: str, model: gpt2.GPT2) -> None:
     """Several new tokens with one position were said to lack a mask: it was guessed from single tokens, which were right."""
-    kind = Unnamed if rows == "anew" else Cached
-    (cause,) = diagnose(kind(model, ROWS[rows], HIDES[hides]), model).causes
+    (cause,) = diagnose((Unnamed if rows == "anew" else Cached)(model, ROWS[rows], HIDES[hides]), model).causes
     assert cause.id == "cache-inconsistent"
     said = cause.detail.partition(": ")[2]
     assert all(words in said for words in SAID[rows, hides]), said

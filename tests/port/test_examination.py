@@ -406,6 +406,9 @@ def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.G
     assert any("the rows of a text were run one after the other" in note for note in found.notes)
     assert gpt2.load_into(module, model).ok
     assert gpt2.checkpoint_of(module).config.n_layer == CONFIG.n_layer
+    module.inner.transformer["wte"].register_forward_pre_hook(lambda _, given: given[0] ^ 1)
+    with pytest.raises(gpt2.InputError, match="by other numbers than the ids"):  # it said that nothing looks up a table
+        gpt2.load_into(module, model)
 
 
 def test_a_cache_that_the_caller_appends_to_may_be_right(model: gpt2.GPT2) -> None:
