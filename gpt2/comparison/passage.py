@@ -29,7 +29,8 @@ class Scored:
 
     def cut(self, scores: Iterable[LanguageScore]) -> str:
         """Return in words how many tokens each model is scored on, how they are cut, and how the text was read."""
-        each = dict.fromkeys(f"{one.tokens:,} tokens scored, context {one.context}, stride {one.stride}" for one in scores)
+        counts = ((f"{one.tokens:,} token{'s' * (one.tokens > 1)} scored", one) for one in scores)
+        each = dict.fromkeys(f"{count}, context {one.context}, stride {one.stride}" for count, one in counts)
         return "; ".join(filter(None, (" → ".join(each), self.reading)))
 
     def bits_per(self, scores: Iterable[LanguageScore]) -> str:

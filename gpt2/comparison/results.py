@@ -228,7 +228,8 @@ def _prediction(both: Distributions, floor: Floor | None) -> str:
     if both.js.max == 0:
         return f"they predict this text alike, to the last bit, and {same}"
     if equal(both.ratio, floor.ratio if floor else EXACT):
-        why = f"for {floor.way} explains the difference" if floor else f"as far as {both.tokens:,} tokens can tell"
+        far = f"as far as {both.tokens:,} token{'s' * (both.tokens > 1)} can tell"
+        why = f"for {floor.way} explains the difference" if floor else far
         return f"they predict this text equally well, {why}, and {same}"
     perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
     return f"B predicts this text {'better' if both.ratio.value < 1 else 'worse'} (perplexity {perplexity}), and {same}"

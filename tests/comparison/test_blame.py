@@ -86,7 +86,9 @@ def test_parts_alone_and_in_order_equal_models_built_by_hand() -> None:
     assert (same.parts, same.halves, same.whole.value) == ((), (), 0)
 
 
-def test_a_quantised_file_and_what_is_kept(tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_quantised_file_and_what_is_kept(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Known answer: one part is sensitive to rounding. Kept as it is (``--keep``), it carries nothing, and the KL falls."""
     base = str(write_checkpoint(tmp_path / "base", n_embd=64))
     sensitive = load(base)
@@ -100,7 +102,9 @@ def test_a_quantised_file_and_what_is_kept(tmp_path: Path, text: str, capsys: py
     found = json.loads(capsys.readouterr().out)
     assert max(found["blame"]["halves"], key=lambda part: part["alone"]["value"])["name"] == "h.1.mlp"
     export(base, tmp_path / "kept", keep=("h.1",), **gguf)
+    monkeypatch.setattr("gpt2.comparison.pairs.TOKENS", 299)
     compared = gpt2.compare(base, str(tmp_path / "kept"), on=text, tokens=300, blame=True)
+    assert compared.blame.tokens == 298
     assert compared.distributions.kl_ab.mean.value < found["distributions"]["kl_ab"]["mean"]["value"] / 2
     assert "h.1" not in [part.name for part in compared.blame.parts]
     assert max(map(len, compared.table(80).partition("Blame")[2].splitlines())) <= 80

@@ -144,6 +144,7 @@ def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[st
     assert Gate.parse("kl>1e-3").judge(one).verdict == said
     assert set(json.loads(one.to_json())["distributions"]["ratio"].values()) == {1.0}
     assert one.distributions.ratio.text(".3f") == "1.000 (no interval)"
+    assert "1 token scored" in one.table()
 
 
 def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.CaptureFixture[str]) -> None:
