@@ -81,9 +81,8 @@ class Anatomy:
         self, part: str, layer: int | None, results: Tensor, outputs: Tensor, number: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Add a projection and its bias to the parts. ``number`` numbers the inputs; default: the stream's coordinates."""
-        owners = self.recording.owners(results)
-        for owner in filter(self.flow.is_projection, owners.unique().tolist()):
-            node, mine = self.flow.nodes[owner], owners == owner
+        for node in (self.flow.nodes[owner] for owner in self.recording.owners(results) if self.flow.is_projection(owner)):
+            mine = node.made(results)
             columns = outputs[mine]
             inputs = (number or self.stream.coordinates)(self.flow.inputs(results[mine][0]))
             for some, first, along in _outer_sums(node, results[mine]):
@@ -114,7 +113,7 @@ class Anatomy:
         units = {part: torch.cat([getattr(head, part) for head in branch.heads]) for part in ("q", "k", "v", "mixed")}
         whole = [units["q"], units["mixed"], *(getattr(head, part) for head in branch.heads for part in "kv")]
         one_to_one = all(len(x) == len(units["q"]) for x in units.values()) and all(len(x.unique()) == len(x) for x in whole)
-        counts = {part: len({self._weights_of(getattr(head, part)) for head in branch.heads}) for part in "qkv"}
+        counts = {part: self._different(units[part], [len(getattr(head, part)) for head in branch.heads]) for part in "qkv"}
         fewer = {part: count for part, count in counts.items() if count < len(branch.heads)}
         one_to_one &= not fewer or all(head.alone for head in branch.heads)
         if one_to_one and fewer:
@@ -126,10 +125,10 @@ class Anatomy:
             self._place(f"attn.{part}", branch.layer, results, torch.arange(len(results)))
         self._place_down(branch, units["mixed"])
 
-    def _weights_of(self, results: Tensor) -> tuple[int, ...]:
-        """Return the first weight of each projection result; of another one, its id."""
+    def _different(self, results: Tensor, lengths: list[int]) -> int:
+        """Return how many heads' results differ, by the first weight of each; by its id, if no projection made it."""
         first = self.flow.first_weights(results)
-        return tuple(torch.where(first < 0, results, first).tolist())
+        return len({tuple(head.tolist()) for head in torch.where(first < 0, results, first).split(lengths)})
 
     def _in_order(self, branch: Branch, part: str) -> Tensor:
         """Return queries, keys or values in the projections' own order, for an attention that mixes heads and positions."""

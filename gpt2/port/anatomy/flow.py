@@ -119,7 +119,7 @@ class Flow:
         order = places.argsort(stable=True)
         tokens, counts = places[order].unique_consecutive(return_counts=True)
         groups = values.flatten()[order].split(counts.tolist())
-        return {int(token): group for token, group in zip(tokens, groups, strict=True) if token >= 0}
+        return {token: group for token, group in zip(tokens.tolist(), groups, strict=True) if token >= 0}
 
     def is_projection(self, number: int) -> bool:
         return number >= 0 and self.nodes[number].kind is NodeKind.CONTRACTION and self.nodes[number].weight is not None
@@ -127,15 +127,15 @@ class Flow:
     def inputs(self, result: Tensor) -> Tensor:
         """Return the activations (K,) that a projection's result was computed from."""
         node = self.nodes[self.recording.owner(result)]
-        return node.inputs[node.place(result.reshape(()))]
+        return node.inputs[node.place(int(result))]
 
     def first_weights(self, results: Tensor) -> Tensor:
         """Return the id of each projection result's first weight: equal for all tokens, so it identifies a unit."""
-        weights, owners = torch.full_like(results, -1), self.recording.owners(results)
-        for number in owners.unique().tolist():
-            if self.is_projection(number):
-                node, mine = self.nodes[number], owners == number
-                weights[mine] = node.weights[(*node.place(results[mine]), torch.tensor(0))]
+        weights = torch.full_like(results, -1)
+        for number in filter(self.is_projection, self.recording.owners(results)):
+            node = self.nodes[number]
+            mine = node.made(results)
+            weights[mine] = node.weights[(*node.place(results[mine]), torch.tensor(0))]
         return weights
 
     def _new_origin(self, number: int, node: Node, state: StreamState = StreamState.PROJECTED) -> None:
@@ -208,13 +208,15 @@ class Flow:
 
     def _descend(self, node: Node, activations: list[int], origins: list[Tensor]) -> Tensor:
         """Give the results the oldest origin of their operands, and its place."""
-        never = torch.iinfo(torch.int64).max
-        oldest = torch.stack([torch.where(origins[i] < 0, never, origins[i]) for i in activations]).amin(0)
-        oldest = torch.where(oldest == never, -1, oldest)
+        never, oldest = torch.iinfo(torch.int64).max, origins[activations[0]]
+        if len(activations) > 1:
+            oldest = torch.stack([torch.where(origins[i] < 0, never, origins[i]) for i in activations]).amin(0)
+            oldest = torch.where(oldest == never, -1, oldest)
         self.of(self.origin, node).copy_(oldest)
         places = self.of(self.place, node)
         for i in activations:
-            places.copy_(torch.where(origins[i] == oldest, self.at(self.place, node.tensors[i]), places))
+            at = self.at(self.place, node.tensors[i])
+            places.copy_(at if len(activations) == 1 else torch.where(origins[i] == oldest, at, places))
         return oldest
 
     def _sum(self, number: int, node: Node, activations: list[int], origins: list[Tensor], oldest: Tensor) -> None:
@@ -253,7 +255,7 @@ class Flow:
             return [Touch(Effect(op) if op in ("add", "mul") else Effect.OTHER, side)] if bool((side >= 0).any()) else []
         number = self.owner(side)
         node = self.nodes[number] if number >= 0 else None
-        if node is None or node.kind is not NodeKind.ELEMENTWISE or bool((side < node.start).any() or (side >= node.stop).any()):
+        if node is None or node.kind is not NodeKind.ELEMENTWISE or not bool(node.made(side).all()):
             return []
         index, touches = node.place(side), []
         for position, operand in enumerate(node.tensors):

@@ -132,13 +132,13 @@ class Stream:
         for number, touch in [(number, touch) for number, touches in self.flow.touches.items() for touch in touches]:
             if touch.effect is not Effect.ADD:
                 continue
-            by_place = self.flow.by_place(number, touch.ids)
-            place = self.flow.here if self.flow.here in by_place else next(iter(by_place))
-            node = self.recording.nodes[number]
-            ids, results = by_place[place], self.flow.by_place(number, torch.arange(node.start, node.stop))[place]
+            node, results = self.recording.nodes[number], self.flow.results(number)
+            if not len(results):  # not the last token's
+                results = next(iter(self.flow.by_place(number, torch.arange(node.start, node.stop)).values()))
+            ids = touch.ids.flatten()[results - node.start]
             if len(ids) == self.width and self.flow.owner(self.flow.root(results)) in self._starts:
                 name = self.recording.name(int(ids[0]))
-                added[name] = by_place | added.get(name, {})
+                added[name] = self.flow.by_place(number, touch.ids) | added.get(name, {})
             origins = self.flow.origins(results)
             if touch.before is StreamState.PROJECTED and self.flow.is_projection(self.flow.owner(origins)):
                 free = self.flow.at(self.biases, origins) < 0
@@ -202,6 +202,7 @@ class Branches:
 
     def __init__(self, flow: Flow, stream: Stream) -> None:
         self.flow, self.stream, self.recording = flow, stream, flow.recording
+        self._read: dict[tuple[str | int, ...], Branch] = {}  # by part and the ids that it reads
         projections = [n for n in sorted(self.recording.needed) if flow.is_projection(n) and flow.nodes[n].live]
         inputs = {n: flow.origins(flow.inputs(results[0])) for n in projections if len(results := flow.results(n))}
         self._inputs = {n: origins[origins >= 0] for n, origins in inputs.items() if bool((origins >= 0).any())}
@@ -235,15 +236,17 @@ class Branches:
 
     def _branch(self, branches: dict[int, Branch], part: str, result: Tensor) -> Branch:
         ids = self.flow.inputs(result)
+        if (key := (part, *ids.tolist())) in self._read:  # another head of an attention
+            return self._read[key]
         norms, base = self.norms(ids)
         new = Branch(part, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is StreamState.NORMED)
-        return branches.setdefault(base, new)
+        return self._read.setdefault(key, branches.setdefault(base, new))
 
     def _remove_adapters(self) -> set[int]:
         """Remove low-rank adapters from the projections and return the ids of their first weights."""
         numbers: set[int] = set()
         for down, origins in self._inputs.items():
-            for up in set(self.recording.owners(origins).tolist()) & set(self._inputs):
+            for up in {*self.recording.owners(origins)} & set(self._inputs):
                 beside = self.flow.results(down)[:1]
                 while int(beside := self.flow.at(self.flow.joined, beside)) >= 0:
                     if self.flow.is_projection(self.flow.owner(beside)):
@@ -266,7 +269,7 @@ class Branches:
                 product, mine = self.flow.nodes[self.recording.owner(score)], scored == score
                 a, b = product.tensors
                 factors = (a, b) if (self.flow.votes[number] or all_votes) >= 0 else (b, a)
-                q, k = (self._each_of_pairs(factor[product.place(torch.tensor(score))]) for factor in factors)
+                q, k = (self._each_of_pairs(factor[product.place(score)]) for factor in factors)
                 if self.flow.is_projection(self.flow.owner(q)):
                     v = self._each_of_pairs(value[mine])
                     yield AttentionHead(q, k, v, mixed[mine], dict(zip("qkv", (*factors, values), strict=True)), alone)
@@ -297,7 +300,7 @@ class Branches:
         for head in self._heads():
             branch = self._branch(branches, "attn", head.q[0])
             branch.heads.append(head)
-            owners = self.recording.owners(torch.cat((head.q, head.k, head.v))).unique().tolist()
+            owners = self.recording.owners(torch.cat((head.q, head.k, head.v)))
             branch.ups += [number for number in owners if self.flow.is_projection(number) and number not in branch.ups]
             by_result |= dict.fromkeys(head.mixed.tolist(), branch)
         for number, origins in self._inputs.items():
@@ -314,7 +317,7 @@ class Branches:
                 StreamState.NONLINEAR,
             ):
                 continue  # it starts from the stream
-            for up in sorted(set(self.recording.owners(self._inputs[down]).tolist()) & set(rest)):
+            for up in sorted({*self.recording.owners(self._inputs[down])} & set(rest)):
                 branch = self._branch(branches, "mlp", self.flow.results(up)[0])
                 branch.ups += [up] if up not in branch.ups else []
                 branch.downs += [down] if down not in branch.downs else []

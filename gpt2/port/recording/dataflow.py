@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
+Number = TypeVar("Number", Tensor, int)
 NO_ID = -1  # the element depends on no parameter and on no token
 
 
@@ -56,6 +57,8 @@ class Region:
     def __getitem__(self, index: tuple[Tensor, ...]) -> Tensor:
         """Return ``tensor[index]``, where ``index`` fixes all axes or the leading ones."""
         start = sum((i * stride for i, stride in zip(index, self.strides, strict=False)), torch.tensor(self.start))
+        if len(index) == len(self.shape):
+            return start
         rest = Region(0, self.shape[len(index) :], self.strides[len(index) :]).ids()
         return start.view(*start.shape, *[1] * rest.ndim) + rest
 
@@ -82,7 +85,11 @@ class Node:
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
 
-    def place(self, ids: Tensor) -> tuple[Tensor, ...]:
+    def made(self, ids: Tensor) -> Tensor:
+        """Return which of these are its results."""
+        return (ids >= self.start) & (ids < self.stop)
+
+    def place(self, ids: Number) -> tuple[Number, ...]:
         """Return the indices in ``shape`` of these results."""
         return unravelled(ids - self.start, self.shape)
 
@@ -139,19 +146,15 @@ class Recording:
         return self.nodes[-1].stop if self.nodes else self.tokens + self.ids.numel()
 
     @cached_property
-    def _starts(self) -> Tensor:
-        return torch.tensor([node.start for node in self.nodes], dtype=torch.int64)
+    def _starts(self) -> list[int]:
+        return [node.start for node in self.nodes]
 
-    def owners(self, ids: Tensor) -> Tensor:
-        """Return the index of the node that computed each element; -1 for others."""
-        return torch.searchsorted(self._starts, ids.contiguous(), right=True) - 1
-
-    @cached_property
-    def _sorted_starts(self) -> list[int]:
-        return self._starts.tolist()
+    def owners(self, ids: Tensor) -> list[int]:
+        """Return the indices of the nodes that computed these elements, in order; -1 for others."""
+        return _spans(self._starts, ids)
 
     def owner(self, id: Tensor | int) -> int:
-        return bisect.bisect_right(self._sorted_starts, int(id)) - 1
+        return bisect.bisect_right(self._starts, int(id)) - 1
 
     def source(self, id: int) -> Holder:
         return next(source for source in self.sources if source.region.start <= id <= source.region.last)
@@ -175,20 +178,30 @@ class Recording:
     @cached_property
     def needed(self) -> frozenset[int]:
         """The indices of the nodes that the output depends on."""
-        needed = set(self.owners(self.output).unique().tolist())
+        needed = set(self.owners(self.output))
         for number in reversed(range(len(self.nodes))):
             for operand in self.nodes[number].tensors if number in needed else ():
-                needed |= set(self.owners(without_repeats(operand)).unique().tolist())
+                needed.update(self.owners(operand))
         return frozenset(needed - {-1})
 
 
-def unravelled(numbers: Tensor, shape: tuple[int, ...]) -> tuple[Tensor, ...]:
+def unravelled(numbers: Number, shape: tuple[int, ...]) -> tuple[Number, ...]:
     """Return the indices of the elements with these numbers, as torch.unravel_index, which imports sympy, does."""
-    indices = list[Tensor]()
+    indices = list[Number]()
     for size in shape[:0:-1]:
         indices.append(numbers % max(size, 1))
         numbers = numbers // max(size, 1)
     return (*([numbers] if shape else []), *reversed(indices))
+
+
+def _spans(starts: list[int], ids: Tensor) -> list[int]:
+    """Return which spans of ids, by the first id of each, hold any of ``ids``, in order; -1 for ids before the first."""
+    if not (ids := without_repeats(ids)).numel():
+        return []
+    first, last = (bisect.bisect_right(starts, int(id)) - 1 for id in ids.aminmax())
+    if last - first < 2:
+        return [first] if first == last else [first, last]
+    return (torch.searchsorted(torch.tensor(starts), ids.contiguous(), right=True) - 1).unique().tolist()
 
 
 def without_repeats(tensor: Tensor) -> Tensor:
@@ -346,22 +359,14 @@ class Graph:
 
     def owner(self, ids: Tensor) -> Node | None:
         """Return the one node that computed all these elements, or None."""
-        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
-        return self.nodes[owners.pop() - 2] if len(owners) == 1 and min(owners) >= 2 else None
-
-    def _owner(self, id: int) -> int:
-        """Return the element's index in ``_starts``; -1 for an element without an id."""
-        return bisect.bisect_right(self._starts, id) - 1
+        owners = _spans(self._starts, ids)
+        return self.nodes[owners[0] - 2] if len(owners) == 1 and owners[0] >= 2 else None
 
     def dependence(self, operand: Tensor | Region) -> Dependence:
         """Return what any of these elements depends on."""
         if isinstance(operand, Region):
             return Dependence(False, True)
-        ids = without_repeats(operand)
-        owners = {self._owner(int(id)) for id in ids.aminmax()} if ids.numel() else set()
-        if len(owners) > 1:
-            owners = set((torch.searchsorted(torch.tensor(self._starts), ids.contiguous(), right=True) - 1).unique().tolist())
-        known = [self._dependences[number] for number in owners if number >= 0]
+        known = [self._dependences[number] for number in _spans(self._starts, operand) if number >= 0]
         return Dependence(any(one.tokens for one in known), any(one.sources for one in known))
 
     def is_source(self, operand: Tensor | Region) -> bool:
