@@ -81,8 +81,7 @@ class Anatomy:
         self, part: str, layer: int | None, results: Tensor, outputs: Tensor, number: Callable[[Tensor], Tensor] | None = None
     ) -> None:
         """Add a projection and its bias to the parts. ``number`` numbers the inputs; default: the stream's coordinates."""
-        for node in (self.flow.nodes[owner] for owner in self.recording.owners(results) if self.flow.is_projection(owner)):
-            mine = node.made(results)
+        for node, mine in self.flow.projections(results):
             columns = outputs[mine]
             inputs = (number or self.stream.coordinates)(self.flow.inputs(results[mine][0]))
             for some, first, along in _outer_sums(node, results[mine]):

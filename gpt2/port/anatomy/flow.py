@@ -1,6 +1,6 @@
 """Follow each element of a recorded forward pass: the projection that it comes from, and what was added or multiplied since."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -129,12 +129,15 @@ class Flow:
         node = self.nodes[self.recording.owner(result)]
         return node.inputs[node.place(int(result))]
 
+    def projections(self, results: Tensor) -> Iterator[tuple[Node, Tensor]]:
+        """Yield each projection that computed some of the results, and which of them."""
+        for node in (self.nodes[number] for number in self.recording.owners(results) if self.is_projection(number)):
+            yield node, (results >= node.start) & (results < node.stop)
+
     def first_weights(self, results: Tensor) -> Tensor:
         """Return the id of each projection result's first weight: equal for all tokens, so it identifies a unit."""
         weights = torch.full_like(results, -1)
-        for number in filter(self.is_projection, self.recording.owners(results)):
-            node = self.nodes[number]
-            mine = node.made(results)
+        for node, mine in self.projections(results):
             weights[mine] = node.weights[(*node.place(results[mine]), torch.tensor(0))]
         return weights
 
@@ -208,15 +211,14 @@ class Flow:
 
     def _descend(self, node: Node, activations: list[int], origins: list[Tensor]) -> Tensor:
         """Give the results the oldest origin of their operands, and its place."""
-        never, oldest = torch.iinfo(torch.int64).max, origins[activations[0]]
-        if len(activations) > 1:
-            oldest = torch.stack([torch.where(origins[i] < 0, never, origins[i]) for i in activations]).amin(0)
-            oldest = torch.where(oldest == never, -1, oldest)
+        first, *rest = activations
+        oldest, places = origins[first], self.at(self.place, node.tensors[first])
+        for i in rest:  # of equal ones, the last
+            taken = (origins[i] == oldest) | ((origins[i] >= 0) & ((oldest < 0) | (origins[i] < oldest)))
+            oldest = torch.where(taken, origins[i], oldest)
+            places = torch.where(taken, self.at(self.place, node.tensors[i]), places)
         self.of(self.origin, node).copy_(oldest)
-        places = self.of(self.place, node)
-        for i in activations:
-            at = self.at(self.place, node.tensors[i])
-            places.copy_(at if len(activations) == 1 else torch.where(origins[i] == oldest, at, places))
+        self.of(self.place, node).copy_(places)
         return oldest
 
     def _sum(self, number: int, node: Node, activations: list[int], origins: list[Tensor], oldest: Tensor) -> None:
@@ -253,9 +255,8 @@ class Flow:
         """Return the parameters that reach an activation through ``side``, its partner in ``op``."""
         if bool((side < self.recording.tokens).all()):
             return [Touch(Effect(op) if op in ("add", "mul") else Effect.OTHER, side)] if bool((side >= 0).any()) else []
-        number = self.owner(side)
-        node = self.nodes[number] if number >= 0 else None
-        if node is None or node.kind is not NodeKind.ELEMENTWISE or not bool(node.made(side).all()):
+        node = self.nodes[number] if (number := self.owner(side)) >= 0 else None
+        if node is None or node.kind is not NodeKind.ELEMENTWISE or bool((side < node.start).any() or (side >= node.stop).any()):
             return []
         index, touches = node.place(side), []
         for position, operand in enumerate(node.tensors):

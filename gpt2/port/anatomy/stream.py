@@ -312,10 +312,8 @@ class Branches:
     def _feed_forwards(self, rest: list[int]) -> list[Branch]:
         branches: dict[int, Branch] = {}
         for down in rest:
-            if self.flow.state_of(self.flow.inputs(self.flow.results(down)[0])) not in (
-                StreamState.PROJECTED,
-                StreamState.NONLINEAR,
-            ):
+            state = self.flow.state_of(self.flow.inputs(self.flow.results(down)[0]))
+            if state in (StreamState.SUMMED, StreamState.NORMED):
                 continue  # it starts from the stream
             for up in sorted({*self.recording.owners(self._inputs[down])} & set(rest)):
                 branch = self._branch(branches, "mlp", self.flow.results(up)[0])

@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
-from typing import NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 Factor = tuple[Tensor, Callable[[Tensor], Tensor]]  # a contraction's tensor, and its view as (*results, summed)
-Number = TypeVar("Number", Tensor, int)
 NO_ID = -1  # the element depends on no parameter and on no token
 
 
@@ -57,8 +56,6 @@ class Region:
     def __getitem__(self, index: tuple[Tensor, ...]) -> Tensor:
         """Return ``tensor[index]``, where ``index`` fixes all axes or the leading ones."""
         start = sum((i * stride for i, stride in zip(index, self.strides, strict=False)), torch.tensor(self.start))
-        if len(index) == len(self.shape):
-            return start
         rest = Region(0, self.shape[len(index) :], self.strides[len(index) :]).ids()
         return start.view(*start.shape, *[1] * rest.ndim) + rest
 
@@ -85,11 +82,7 @@ class Node:
     def stop(self) -> int:
         return self.start + math.prod(self.shape)
 
-    def made(self, ids: Tensor) -> Tensor:
-        """Return which of these are its results."""
-        return (ids >= self.start) & (ids < self.stop)
-
-    def place(self, ids: Number) -> tuple[Number, ...]:
+    def place(self, ids: Tensor | int) -> tuple[Any, ...]:
         """Return the indices in ``shape`` of these results."""
         return unravelled(ids - self.start, self.shape)
 
@@ -185,9 +178,9 @@ class Recording:
         return frozenset(needed - {-1})
 
 
-def unravelled(numbers: Number, shape: tuple[int, ...]) -> tuple[Number, ...]:
+def unravelled(numbers: Any, shape: tuple[int, ...]) -> tuple[Any, ...]:
     """Return the indices of the elements with these numbers, as torch.unravel_index, which imports sympy, does."""
-    indices = list[Number]()
+    indices = []
     for size in shape[:0:-1]:
         indices.append(numbers % max(size, 1))
         numbers = numbers // max(size, 1)
@@ -283,8 +276,7 @@ class Graph:
 
     def of(self, tensor: Tensor) -> Tensor | None:
         """Return a copy of the current ids of a tensor's elements; None if no element has one."""
-        region = self.region(tensor)
-        if region is not None:
+        if (region := self.region(tensor)) is not None:
             return region.ids()
         ids = self._view(tensor)
         return None if ids is None else ids.clone()
@@ -300,8 +292,7 @@ class Graph:
             self._alive.append(storage)
             elements = storage.nbytes() // tensor.element_size()
             self._ids[storage._cdata] = torch.full((elements,), NO_ID), tensor.element_size()
-        view = self._view(tensor)
-        if view is not None:
+        if (view := self._view(tensor)) is not None:
             view.copy_(ids)
 
     def _view(self, tensor: Tensor) -> Tensor | None:
@@ -371,10 +362,7 @@ class Graph:
 
     def is_source(self, operand: Tensor | Region) -> bool:
         """Return whether all elements are parameters or buffers themselves."""
-        if isinstance(operand, Region) or not operand.numel():
-            return isinstance(operand, Region)
-        low, high = without_repeats(operand).aminmax()
-        return int(low) >= 0 and int(high) < self.tokens
+        return isinstance(operand, Region) or _spans(self._starts, operand) == [0]
 
 
 def _region(first: int, tensor: Tensor) -> Region:

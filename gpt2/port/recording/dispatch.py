@@ -173,11 +173,16 @@ class DeterministicMode(OperatorMode):
         self._summed = 0  # the length of the sums in the last matrix product
         self._mask: Tensor | None = None  # a random mask that was drawn and not yet used
 
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kind = OPERATORS.get(id(func))
+        if kind is None or kind.fused or kind.composite or kind.name in SPECIAL or self._mask is not None:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        self.operators += 1
+        return func(*args, **(kwargs or {}))  # most operators: nothing here changes them
+
     def handle(self, call: OperatorCall) -> Any:
         self.operators += 1
         name, args = call.name, call.args
-        if self._mask is None and name not in SPECIAL:
-            return call.func(*args, **call.kwargs)
         if name in CONTRACTIONS:
             self._summed = call.inputs[-1].shape[-2]
         if name == "_to_copy" and args[0].dtype == torch.float64 and call.kwargs.get("dtype") in NARROWER:

@@ -83,9 +83,7 @@ def _layer_norm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tenso
 def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
     """Add a sum of products, or of contractions (over heads, for example), as one contraction."""
     x, dims = named["self"], named.get("dim")
-    ids = graph.of(x)
-    node = None if ids is None else graph.owner(ids)
-    if ids is None or node is None:
+    if (ids := graph.of(x)) is None or (node := graph.owner(ids)) is None:
         return None
     longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
     product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)

@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import RANDOM, DeterministicMode, OperatorCall, tensors
+from gpt2.port.recording.dispatch import RANDOM, DeterministicMode, OperatorCall, OperatorMode, tensors
 
 HALVES = (torch.float16, torch.bfloat16)
 SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small model
@@ -173,6 +173,8 @@ class Watch(DeterministicMode):
         self._open: Update | None = None
         self._task = -1  # the autograd engine's number of the backward pass that runs
         self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
+
+    __torch_dispatch__ = OperatorMode.__torch_dispatch__  # without the short way: all operators come to `handle`
 
     def __enter__(self) -> "Watch":
         self._handles: list[RemovableHandle] = [self.module.register_forward_hook(self._forward, with_kwargs=True)]
