@@ -1,5 +1,6 @@
 """Import a user's Python file, call its function, and find the logits in what the module returns."""
 
+import functools
 import importlib.util
 import inspect
 import math
@@ -158,11 +159,22 @@ def error_at(error: BaseException) -> str:
     return error_line(error) + error_place(error)
 
 
-def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int) -> type[nn.Module]:
-    """Return a class of modules that take (1, T) ids alone, or, if ``flat``, (T): their rows are run one after the other."""
+def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int, why: str) -> type[nn.Module]:
+    """Return a class of modules that take (1, T) ids alone, or, if ``flat``, (T): their rows are run one after the other.
 
-    def forward(self: nn.Module, ids: Tensor) -> Tensor:
-        rows = [(kind.forward(self, row[0] if flat else row), row) for row in ids.split(1)]
-        return torch.cat([logits_of(output, row, vocabulary) for output, row in rows])
+    Other arguments are passed on, row by row what is (B, T), as masks are. ``why``: the failure with two rows.
+    """
 
-    return type(kind.__name__, (kind,), {"forward": forward, "row_by_row": True})
+    @functools.wraps(kind.forward)
+    def forward(self: nn.Module, ids: Tensor, /, **given: Any) -> Any:
+        def call(n: int) -> Any:
+            rows = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(ids)}
+            own = {name: x[n] if flat else x[n : n + 1] for name, x in ({"": ids} | rows).items()}
+            return kind.forward(self, own.pop(""), **given | own)
+
+        if len(ids) == 1:  # with what it returns beside the logits
+            return call(0)
+        return torch.cat([logits_of(call(n), ids[n : n + 1], vocabulary) for n in range(len(ids))])
+
+    unseen = type("Unseen", (nn.Module,), {"__init_subclass__": classmethod(lambda cls, **_: None)})  # by a registry
+    return type(kind.__name__, (unseen, kind), {"forward": forward, "row_by_row": why})

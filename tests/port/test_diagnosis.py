@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -140,9 +141,11 @@ def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
     module = port(model).train()
     found = diagnose(module, model)
     assert found.ok
-    assert "training mode" in found.notes[0]
+    assert found.notes[0].endswith("call .eval() before you use it")
     assert module.training
     assert diagnose(module.eval(), model).notes == ()
+    module.train().eval = Mock(side_effect=NotImplementedError)
+    assert diagnose(module, model).notes[0].endswith("export it in eval mode, for it has no .eval()")
 
 
 @pytest.mark.parametrize(

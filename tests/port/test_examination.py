@@ -380,11 +380,15 @@ def test_weights_that_a_forward_computes_are_no_known_parts(model: gpt2.GPT2) ->
 
 
 class Odd(nn.Module):
-    """Takes one row of ids, (T,) if ``flat``, and has no ``eval``; else (B, T), and ids as a cache that its caller appends to."""
+    """Takes one row of ids, (T,) if ``flat``, and has no ``eval``; else (B, T). Ids are its cache, which its caller appends,
+    or, given ``axes``, it keeps them itself and returns an array of so many axes. ``times`` 0: what is remembered is wrong."""
 
-    def __init__(self, inner: nn.Module, flat: bool | None = None, times: int = 1) -> None:
+    def __init__(self, inner: nn.Module, flat: bool | None = None, times: int = 1, axes: int | None = None) -> None:
         super().__init__()
-        self.inner, self.flat, self.times = inner, flat, times
+        self.inner, self.flat, self.times, self.axes, self.kept = inner, flat, times, axes, None
+
+    def __init_subclass__(cls) -> None:
+        assert cls.__name__ != "Odd", "a registry of names has it"
 
     def eval(self) -> nn.Module:
         raise NotImplementedError  # as of torch.export
@@ -393,28 +397,43 @@ class Odd(nn.Module):
         if self.flat is not None and (ids.ndim != 2 - self.flat or (not self.flat and len(ids) > 1)):
             raise ValueError(ids.shape)
         given = ids.view(1, -1) if self.flat else ids
-        whole = given if past is None else torch.cat([past[..., 0].long(), given], 1)
-        return {"logits": self.inner(whole)[0][:, -given.size(1) :], "present": self.times * given[..., None].double()}
+        whole = given if past is None else torch.cat([past[..., 0].long() if self.axes is None else self.kept, given], 1)
+        self.kept = self.times * whole
+        new = self.times * given[..., None].double() if self.axes is None else torch.ones([max(2, given.size(1))] * self.axes)
+        return {"logits": self.inner(whole)[0][:, -given.size(1) :], "present": new}
+
+
+class Masked(Odd):
+    """Its logits are others where there is a mask."""
+
+    def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(ids)["logits"] * (1 if attention_mask is None else attention_mask.view(ids.shape)[..., None] + 1)
 
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.GPT2) -> None:
-    """Ports of picoGPT take ids (T,), and were refused; the class of the module is its own again afterwards."""
+    """Ports of picoGPT take ids (T,), and were refused; their caches and masks were not tried. The class is its own again."""
     module = Odd(nano(model), flat)
     found = diagnose(module, model)
     assert (found.ok, type(module)) == (True, Odd)
-    assert any("the rows of a text were run one after the other" in note for note in found.notes)
+    (note,) = (note for note in found.notes if "the rows of a text were run one after the other" in note)
+    assert "test_examination.py, line " in note
     assert gpt2.load_into(module, model).ok
     assert gpt2.checkpoint_of(module).config.n_layer == CONFIG.n_layer
+    for wrong, id in ((Odd(nano(model), flat, 0), "cache-inconsistent"), (Masked(nano(model), flat), "padding-wrong")):
+        assert [cause.id for cause in diagnose(wrong, model).causes] == [id]
     module.inner.transformer["wte"].register_forward_pre_hook(lambda _, given: given[0] ^ 1)
     with pytest.raises(gpt2.InputError, match="by other numbers than the ids"):  # it said that nothing looks up a table
         gpt2.load_into(module, model)
 
 
-def test_a_cache_that_the_caller_appends_to_may_be_right(model: gpt2.GPT2) -> None:
+@pytest.mark.parametrize("axes", [None, 0, 1, 2])
+def test_a_cache_that_the_caller_appends_to_may_be_right(axes: int | None, model: gpt2.GPT2) -> None:
     """OpenAI's own code returns the keys of the new tokens, to be appended: such a module had an inconsistent cache."""
     for times, ids in ((1, []), (0, ["cache-inconsistent"])):
-        assert [cause.id for cause in diagnose(Odd(nano(model), times=times), model).causes] == ids
+        found = diagnose(Odd(nano(model), times=times, axes=axes), model)
+        assert [cause.id for cause in found.causes] == ids
+        assert ["put them behind the earlier ones" in note for note in found.notes] == [True] * (axes is None)
 
 
 def test_a_context_of_one_token_has_a_position() -> None:

@@ -70,6 +70,7 @@ class Behaviour:
             self.arguments = {}
         self.past = next((name for name in self.arguments if _is_past(name)), None)
         self.switch, self.start, self.holds = self._argument(*SWITCHES), self._argument(*STARTS), False
+        self.rows = 1 if hasattr(type(module), "row_by_row") else None  # of a text with a cache
 
     @torch.no_grad()
     def test(self, ids: Tensor) -> None:
@@ -77,7 +78,7 @@ class Behaviour:
         self.size = float(self.whole.square().mean().sqrt())  # of a logit
         self._repeat(ids)
         self._rows(ids)
-        self._padded(ids, self._cached(ids))
+        self._padded(ids, self._cached(ids[: self.rows]))
 
     def _add(self, id: str, words: str, evidence: str, error: float, *places: Place, fix: str | None = None) -> None:
         """Add a cause, by the relative ``error`` of the logits that it makes."""
@@ -181,13 +182,13 @@ class Behaviour:
         self._find_past(ids)
         if not (self.past or self.switch or self.start):
             return False
-        errors = self._piecewise(ids, self.whole)
+        errors = self._piecewise(ids, whole := self.whole[: self.rows])
         wrong = [words for words, error in errors.items() if not error <= self.bound]
         if wrong:
             mistakes = self._cache_mistakes(ids, wrong)
             if "position_ids" in self.arguments:
                 notes, places = [*self.notes], torch.arange(ids.size(1), device=ids.device)
-                given = self._piecewise(ids, self.whole, position_ids=places.expand_as(ids))
+                given = self._piecewise(ids, whole, position_ids=places.expand_as(ids))
                 self.notes = notes
                 if given and all(error <= self.bound for error in given.values()):
                     self.notes.append(f"your cache gives the logits without it only if position_ids are given{mistakes}")
@@ -206,7 +207,7 @@ class Behaviour:
             try:
                 given = self._in_pieces(ids, pieces, {}, True)
                 changes = self._differ(given, self._logits(ids[:, pieces[0] :]))
-                if changes and (self.holds or not self._differ(given, self.whole[:, -given.size(1) :])):
+                if changes and (self.holds or not self._differ(given, self.whole[: self.rows, -given.size(1) :])):
                     return
                 takes = f"{name} takes it, and {'it is no keys and values' if changes else 'no logit changes'}"
                 why = takes if changes or self.holds else why
@@ -270,14 +271,14 @@ class Behaviour:
                 if cache is None:
                     raise ValueError("it returns no cache")
                 self.holds |= _numbers(cache) == 2 * self.config.n_layer * self.config.n_embd * ids[:, :at].numel()
-                if isinstance(old, Tensor) and isinstance(cache, Tensor) and cache.size(-2) == piece < old.size(-2):
+                held, new = (x.size(-2) if isinstance(x, Tensor) and x.ndim > 1 else 0 for x in (old, cache))
+                if isinstance(old, Tensor) and new == piece < held:
                     cache = torch.cat([old, cache], -2)  # as OpenAI's own code returns and takes it
                     self.notes.append("your forward returns new tokens' keys and values alone: put them behind the earlier ones")
         return torch.cat(logits[1:], 1)
 
     def _padded(self, ids: Tensor, has_right_cache: bool) -> None:
-        name = self._argument(*MASK_NAMES)
-        if name is None:
+        if (name := self._argument(*MASK_NAMES)) is None:
             return
         gap, ones = 2, torch.full(ids.shape, MASK_NAMES[name])
         mask, filled = ones.clone(), ids.clone()
@@ -313,7 +314,7 @@ class Behaviour:
         if error and is_ours:
             words = f"a row padded on the left gives other logits than alone, by {error:.1e}, unless position_ids are given"
             self.notes.append(f"your positions count the padding: {words}")
-        errors = self._piecewise(ids, padded[:1], **{name: mask}) if has_right_cache else {}
+        errors = self._piecewise(ids[: self.rows], padded[:1], **{name: mask[: self.rows]}) if has_right_cache else {}
         if not all(error <= self.bound for error in errors.values()):
             words = "with your cache, a row that is padded on the left gives other logits than without"
             self._add("padding-wrong", words, _split(errors), max(errors.values()))

@@ -68,17 +68,19 @@ class Examination:
         with torch.random.fork_rng(devices=[]), plain_attention(), Borrowed(self.module) as borrowed:
             torch.default_generator.manual_seed(0)  # what a module draws by mistake is the same in each diagnosis
             self.runs.rewind = borrowed.rewind
+            how = "export it in eval mode, for it has no .eval()"
             with suppress(NotImplementedError):  # torch.export's; some modules override it
                 self.module.eval()
+                how = "it was judged in eval mode; call .eval() before you use it"
             weights = dict(self.module.named_parameters())  # a buffer may be a mask of infinite values
             if damage := look((k, v) for k, v in borrowed.tensors.items() if k in weights or bool(v.isnan().any())).damage:
                 first = self.runs.first_nan(probes(self.config)[0])
                 raise InputError(f"{self.who}: its weights hold {damage}{first}; look where they come from")
             diagnosis = self._examine(borrowed)
-            return replace(diagnosis, notes=(*self._training(training), *diagnosis.notes))
+            return replace(diagnosis, notes=(*self._training(training, how), *diagnosis.notes))
 
-    def _training(self, training: list[nn.Module]) -> Iterator[str]:
-        """Yield a note on a module of which some parts came in ``training`` mode, if it is random there; leave it so."""
+    def _training(self, training: list[nn.Module], how: str) -> Iterator[str]:
+        """Yield a note, that ends in ``how``, on a module with parts that came in ``training`` mode, if it is random there."""
         results = []
         with suppress(Exception):
             for _ in range(2 if training else 0):
@@ -88,8 +90,7 @@ class Examination:
                 results.append(self.module(probes(self.config)[0].to(self.runs.device)))
             first, second = results
             if not all(map(torch.equal, tensors(first), tensors(second))):
-                words = "there it gives other logits in each call, by dropout or the like"
-                yield f"your module came in training mode, and was judged in eval mode: {words}; call .eval() before you use it"
+                yield f"your module came in training mode, where each call gives other logits, by dropout or the like: {how}"
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
         self.progress("recording one forward pass of your module")
@@ -202,8 +203,8 @@ class Examination:
     def _anatomy(self) -> Anatomy | None:
         """Return None if the parts are not recognised; the module is then assumed to hold the checkpoint's weights."""
         recording = record_probe(self.module, self.config, self.who)
-        if hasattr(type(self.module), "row_by_row"):
-            self.notes.append("your forward takes one row of ids: the rows of a text were run one after the other")
+        if why := getattr(type(self.module), "row_by_row", ""):
+            self.notes.append(f"your forward fails on two rows of ids ({why}): the rows of a text were run one after the other")
         try:
             return Anatomy(recording)
         except Exception as error:

@@ -265,12 +265,11 @@ def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
     device = next(module.parameters(), torch.empty(0)).device
     failures, own = list[str](), type(module)
     short, vocabulary = min(5, config.n_positions), config.vocab_size
-    attempts = [(own, 2, short, vocabulary), (own, 2, short, min(6 * short, vocabulary))]
-    attempts += [(row_by_row(own, flat, vocabulary), 2, short, vocabulary) for flat in (False, True)]
-    attempts += [(own, 1, config.n_positions, vocabulary)]
-    for kind, batch, length, ids in dict.fromkeys(attempts):
+    attempts: list[tuple[bool | None, int, int, int]] = [(None, 2, short, n) for n in (vocabulary, min(6 * short, vocabulary))]
+    attempts += [(False, 2, short, vocabulary), (True, 2, short, vocabulary), (None, 1, config.n_positions, vocabulary)]
+    for flat, batch, length, ids in dict.fromkeys(attempts):
         try:
-            if kind is not type(module):
+            if (kind := own if flat is None else row_by_row(own, flat, vocabulary, failures[0])) is not type(module):
                 module.__class__ = kind
             return record(module, _probe(ids, batch, length).to(device), config.vocab_size)
         except Exception as error:
