@@ -363,6 +363,8 @@ def test_constants_that_nobody_writes_are_no_usual_ones(rule: Rule, known: bool)
     if known:
         assert found == rule
         assert fit(track, found).rates == pytest.approx(1e-3)
+        other = track._replace(change=-1e-3 * directions(ODD[0], track))  # a second parameter, which goes by no known rule
+        assert recognised_rule([track, other], StepSettings())[1] > ROUNDED
 
 
 def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
