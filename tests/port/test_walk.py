@@ -4,6 +4,7 @@ The port here consists of functions that a test may replace by wrong ones, and h
 and their loading are in tests/support/faulty.
 """
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,6 +20,7 @@ from gpt2.config import GPT2Config
 from gpt2.port.graph import Model
 from gpt2.port.recording.pool import Pool, collect
 from gpt2.port.search.walk import Walked, search
+from gpt2.port.terms.tolerance import UNITS
 
 # All sizes differ, and no size is the square root of another.
 CONFIG = GPT2Config(vocab_size=67, n_positions=19, n_embd=21, n_layer=3, n_head=3, n_inner=52, bos_token_id=0, eos_token_id=0)
@@ -238,3 +240,21 @@ def test_the_pool_finds_a_value_however_it_lies() -> None:
     other = x.clone()
     other[1, 2, 3] += 1e-6
     assert pool_of(other).find(x) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bound", [1e-9, 1e-3, 0.5])
+def test_the_sums_of_a_value_refuse_nothing_that_is_found(dtype: torch.dtype, bound: float) -> None:
+    """A right array that is refused by its sums is never compared. What is off by more than the bound is not found."""
+    draw = torch.Generator().manual_seed(0)
+    for n, first in itertools.product((7, 240), (0.0, math.inf, 1e6)):
+        x, noise = torch.randn(2, n, dtype=torch.float64, generator=draw)
+        x[0] = first
+        pool, size = Pool(), x.nan_to_num(0.0, 0.0, 0.0).square().mean().sqrt()
+        pool.add(x, dtype=dtype)
+        apart = torch.eye(n)[1] - torch.eye(n)[2]  # which no sum of the numbers shows
+        offs = (0.1 * bound, 0.9 * bound, 30 * (bound + UNITS[dtype][0]))
+        some = x + size * torch.stack([off * sign for off in offs for sign in (torch.ones(n), noise, apart)])
+        found = torch.tensor([pool.find(one, bound=bound) is not None for one in some])
+        assert bool((pool.holds_like(some, bound) | ~found).all())
+        assert found[[0, -1]].tolist() == [True, False]

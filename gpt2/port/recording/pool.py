@@ -161,7 +161,7 @@ class Pool:
     def holds_like(self, values: Tensor, bound: float) -> Tensor:
         """Return which values (N, n) may be entries, by the sums of their numbers, their squares and their fourth powers.
 
-        All that :meth:`find` finds are, though their last digits may be others than those of a value that is computed alone.
+        All that :meth:`find` finds are, but numbers above 1e150 that are stored narrower. Last digits may be others than alone.
         """
         n, totals = values.shape[1], values.sum(1)
         if (n, bound) not in self._moments:
