@@ -114,12 +114,12 @@ def require_sense(settings: Command) -> None:
 
 
 def _require_outputs(settings: Command) -> None:
-    """Raise InputError: an output that cannot be written, or that is another output too, or a file that is read."""
+    """Raise InputError: an output that cannot be written, is another output too, or is read, a file or in a folder."""
     outputs = [each for each in fields(settings) if "writes" in each.metadata]
-    others = [getattr(settings, each.name) for each in fields(settings) if each not in outputs]
+    others = [vars(settings)[a.name] for a in fields(settings) if not {"prompt", "stop", "writes"} & {a.name, *a.metadata}]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
-    words = [word for text in texts for word in (text, *re.split("[:=]", text))]  # trace:FILE, FILE.py:build, data.path=FILE
-    taken = {os.path.realpath(word): "is read too" for word in words if os.path.isfile(word)}
+    words = [word for text in texts for word in (text, *re.split(r"[:=]|^(?:hf|llama\.cpp|ct2|onnx)/", text))]  # trace:FILE
+    read, taken = [path for word in words if os.path.exists(path := os.path.expanduser(word))], dict[Path, str]()
     for flag, metavar, given in ((flag_of(each), each.metadata["metavar"], getattr(settings, each.name)) for each in outputs):
         if given is None or (given == "-" and flag == "--json"):
             continue
@@ -127,10 +127,13 @@ def _require_outputs(settings: Command) -> None:
             raise InputError(f"{flag} -: only --json goes to stdout; give a path")
         if metavar == "FILE":
             require_writable(flag, given)
-        place = os.path.realpath(user_path(given))
+        place = Path(os.path.realpath(user_path(given)))
+        for each in [place, *place.parents] if metavar != "DIR" else [place] * place.is_file():
+            if each.exists() and any(map(each.samefile, read)):
+                taken[place] = "is read too" if each == place else f"is inside {each}, which is read"
         if use := taken.get(place):
             raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")
-        if os.path.isfile(place) or not os.path.exists(place):  # all may go to /dev/null
+        if place.is_file() or not place.exists():  # all may go to /dev/null
             taken[place] = f"is what {flag} writes"
 
 

@@ -3,12 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gpt2.options import device_option, offline_option, option, seed_option
-
-if TYPE_CHECKING:
-    import torch
 
 THRESHOLD = 1e-3  # relative error: 1000 times float32's rounding, and less than after one step of fine-tuning
 TEXT = "a text file or table, read as train reads it, - for stdin, or a name (default: Twelfth Night, new to shakespeare-mini)"
@@ -33,7 +29,7 @@ class Settings:
     seed: int = seed_option("seeds intervals, and the ids where there is no text", metavar="N")
     dtype: "str | None" = None
     offline: bool = offline_option()
-    device: "str | torch.device" = device_option("where checkpoints run; float64 stays on the CPU")  # noqa: RUF009
+    device: str | object = device_option("where checkpoints run; float64 stays on the CPU")  # or a torch.device
     blame: bool = option("also put parts of B into A, and measure what each carries", default=False)
     cases: str | Path | CaseTable | None = option(CASES, "FILE")
     save: str | Path | None = option("keep what A shows on the text, for a side trace:FILE (.safetensors)", "FILE", writes=True)

@@ -34,7 +34,7 @@ class Feed:
     def __init__(self, ids: np.ndarray, ranks: Ranks = ALONE, *, marks: np.ndarray | None = None, end: int | None = None) -> None:
         self.ids, self.ranks, self.marks, self.end = ids, ranks, marks, end
         self.partial = marks is not None or end is not None  # targets may be unscored
-        self.width = 0  # columns of the last step's rows that were computed
+        self.width = 0.0  # columns of the last step's rows that were computed, the mean over the ranks
         self.sent: tuple[tuple[int, int], StepRows] | None = None
 
     def __call__(self, recipe: Recipe, step: int) -> StepRows:

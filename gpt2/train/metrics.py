@@ -161,7 +161,7 @@ class Pace:
     def __init__(self, step: int, recipe: Recipe, peak: float = 0.0) -> None:
         self.peak = peak
         self.recipe, self.began, self.first, self.last = recipe, step, step, step
-        self.since, self.spent, self.evaluation, self.tokens = time.perf_counter(), 0.0, 0.0, 0
+        self.since, self.spent, self.evaluation, self.tokens = time.perf_counter(), 0.0, 0.0, 0.0
 
     def __call__(self, step: int) -> tuple[float, float, float]:
         now = time.perf_counter()

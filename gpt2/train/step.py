@@ -30,11 +30,12 @@ def optimizer_step(
     n = part.grad_accum
     # What stands behind the last scored token changes a step by rounding alone; with dropout, other masks are drawn without it.
     # For each new shape torch.compile would compile anew.
-    feed.width = width = recipe.context if recipe.compile else given.width
+    width = recipe.context if recipe.compile else given.width
     x, y, scored_rows = given.x[:, :width].chunk(n), given.y[:, :width].chunk(n), given.scored.chunk(n)
     apart = given.documents[:, :width].chunk(n) if given.documents is not None else [None] * n
     own = given.scored.sum().item()
-    total = ranks.sum(own)[0] if feed.partial else own * ranks.size
+    total, columns = ranks.sum(own, width) if feed.partial else [own * ranks.size, width * ranks.size]
+    feed.width = columns / ranks.size
     if not total:
         feed.ahead(recipe, step + 1)
         return 0.0, 0.0
