@@ -99,8 +99,7 @@ class Gate:
             why = "; ".join(dict.fromkeys(found.compatibility.impossible.values())) or "this comparison has no such part"
             raise InputError(f"--fail-if {self}: {self.metric}{of} was not measured ({why}){instead}")
         interval = measured if isinstance(measured, Estimate) else Estimate(*[float(measured)] * 3)
-        end = interval.high if self.op in (">", ">=") else interval.low
-        judged = end if interval.known else interval.value
+        judged = (interval.high if self.op in (">", ">=") else interval.low) if interval.known else interval.value
         return Judgement(self, interval, judged, not PASSES[self.op](judged, self.threshold))
 
 
