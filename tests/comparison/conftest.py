@@ -16,8 +16,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="session")
 def documents(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The same text as three documents."""
-    path = tmp_path_factory.mktemp("documents") / "witches.txt"
-    path.write_text("<|endoftext|>".join((TEXT[:60], TEXT[60:120], TEXT[120:])))
+    (path := tmp_path_factory.mktemp("text") / "three.txt").write_text(
+        "<|endoftext|>".join((TEXT[:60], TEXT[60:120], TEXT[120:]))
+    )
     return str(path)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -140,11 +141,9 @@ def test_full_agreement_on_too_few_tokens_says_how_many_decide(folders: tuple[st
     several = [gpt2.compare(folders[0], folders[0], on=text, tokens=tokens) for tokens in (enough - 2, enough)]
     assert [gate.judge(each).met for each in several] == [True, False]
     one = gpt2.compare(folders[0], folders[0], on=text, tokens=2)  # its interval, of nothing, was past every limit
-    said = "passed: kl>0.001: mean KL(a‖b) in nats is 0 (a single value has no interval), within the limit"
-    assert Gate.parse("kl>1e-3").judge(one).verdict == said
+    assert Gate.parse("kl>1e-3").judge(one).verdict.endswith("nats is 0 (a single value has no interval), within the limit")
     assert set(json.loads(one.to_json())["distributions"]["ratio"].values()) == {1.0}
-    assert one.distributions.ratio.text(".3f") == "1.000 (no interval)"
-    assert "1 token scored" in one.table()
+    assert re.search(r"1 token scored(?s:.*)1\.000 \(no interval\)", one.table(120))
 
 
 def test_exit_codes(folders: tuple[str, str, str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

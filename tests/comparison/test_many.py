@@ -21,6 +21,8 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.opening import open_passage, open_side
 from gpt2.measure.estimates import Estimate
 
+text = pytest.fixture(scope="module")(lambda documents: documents)
+
 
 @pytest.fixture(scope="module")
 def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -32,11 +34,6 @@ def run(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     (run / "best" / "progress.json").write_text('{"step": 40}')
     (run / "recipe.json").write_text("{}")
     return run
-
-
-@pytest.fixture(scope="module")
-def text(documents: str) -> str:
-    return documents
 
 
 @pytest.fixture(scope="module")

@@ -24,15 +24,12 @@ from gpt2.data.chars import chars_of
 from gpt2.errors import CheckpointError
 from gpt2.measure.texts import open_text
 
+text = pytest.fixture(scope="module")(lambda documents: documents)
+
 
 @pytest.fixture(scope="module")
 def model(base: Path) -> str:
     return str(base)
-
-
-@pytest.fixture(scope="module")
-def text(documents: str) -> str:
-    return documents
 
 
 @pytest.fixture(scope="module")
