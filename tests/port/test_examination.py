@@ -141,11 +141,10 @@ def test_a_large_model_is_compared_on_one_long_text(model: gpt2.GPT2, monkeypatc
     found = diagnose(module, model)
     assert [cause.id for cause in found.causes] == ["mask-strict"]
     assert found.notes[0].endswith("they part at token 11, from 0")
-    handle = module.register_forward_hook(lambda module, args, output: output[0][:, -1:])
+    module.register_forward_hook(lambda module, args, output: output[0][:, -1:])
     assert any(note.endswith(f"part at token {CONFIG.n_positions - 1}, from 0") for note in diagnose(module, model).notes)
-    handle.remove()
     monkeypatch.setattr("gpt2.port.module.examination.LONG_TEXT", 0)
-    assert diagnose(module, model).notes[-1] == "texts of more than 8 tokens were not compared"
+    assert "texts of more than 8 tokens were not compared" in diagnose(module, model).notes
 
 
 def unrecognised(model: gpt2.GPT2) -> nn.Module:
@@ -405,8 +404,6 @@ class Odd(nn.Module):
 
 
 class Masked(Odd):
-    """Its logits are others where there is a mask."""
-
     def forward(self, ids: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(ids)["logits"] * (1 if attention_mask is None else attention_mask.view(ids.shape)[..., None] + 1)
 
