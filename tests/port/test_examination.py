@@ -414,8 +414,7 @@ def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.G
     module = Odd(nano(model), flat)
     found = diagnose(module, model)
     assert (found.ok, type(module)) == (True, Odd)
-    (note,) = (note for note in found.notes if "the rows of a text were run one after the other" in note)
-    assert "test_examination.py, line " in note
+    assert any("test_examination.py, line " in note and "rows of a text were run" in note for note in found.notes)
     assert gpt2.load_into(module, model).ok
     assert gpt2.checkpoint_of(module).config.n_layer == CONFIG.n_layer
     for wrong, id in ((Odd(nano(model), flat, 0), "cache-inconsistent"), (Masked(nano(model), flat), "padding-wrong")):
