@@ -114,7 +114,7 @@ def require_sense(settings: Command) -> None:
 
 
 def _require_outputs(settings: Command) -> None:
-    """Raise InputError: an output that cannot be written, is another output too, or is read, a file or in a folder."""
+    """Raise InputError: an output that cannot be written, is another output too, or is a file that is read."""
     outputs = [each for each in fields(settings) if "writes" in each.metadata]
     others = [vars(settings)[a.name] for a in fields(settings) if not {"prompt", "stop", "writes"} & {a.name, *a.metadata}]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
@@ -128,9 +128,8 @@ def _require_outputs(settings: Command) -> None:
         if metavar == "FILE":
             require_writable(flag, given)
         place = Path(os.path.realpath(user_path(given)))
-        for each in [place, *place.parents] if metavar != "DIR" else [place] * place.is_file():
-            if each.exists() and any(map(each.samefile, read)):
-                taken[place] = "is read too" if each == place else f"is inside {each}, which is read"
+        if place.is_file() and any(map(place.samefile, read)):
+            taken[place] = "is read too"
         if use := taken.get(place):
             raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")
         if place.is_file() or not place.exists():  # all may go to /dev/null

@@ -96,7 +96,6 @@ MISTAKES = [
     ("compare a b --json x --html ./x", "--html ./x: is what --json writes, and would be lost"),
     ("train file --set data.path=file --json file", "--json file: is read too, and would be lost; give another path"),
     ("compare a onnx/file --json run/../file", "--json run/../file: is read too, and would be lost"),  # was overwritten
-    ("info . --json file", ", which is read, and would be lost"),
     ("compare shakespeare-mini shakespeare-mini --device meta", "no device 'meta' here"),
     ("diagnose nowhere.py:build", "nowhere.py: no such file; there are port.py; give"),
     ("diagnose port.py:a-b", "'a-b' is not the name of a function; write port.py:build"),
