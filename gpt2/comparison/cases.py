@@ -76,10 +76,7 @@ class Cases:
     contains_a: Estimate | None
     contains_b: Estimate | None
 
-    @property
-    def lost(self) -> int:
-        """How many A has right and B wrong."""
-        return len(self.by_kind["lost"])
+    lost = property(lambda self: len(self.by_kind["lost"]))  # how many A has right and B wrong
 
     @property
     def by_kind(self) -> dict[str, list[Case]]:
@@ -168,8 +165,7 @@ def compare_cases(table: str | Path | CaseTable, models: tuple[Side, Side], *, s
 def _ask(model: Side, tokenizer: Tokenizer, cases: Asked, bootstrap: Bootstrap, progress: Progress) -> Said:
     """Let a model answer each question, a batch of prompts of one length at a time."""
     pairs, answers = list(_encoded(cases, tokenizer, model.context)), [""] * len(cases)
-    what = "cases", "expected texts"
-    found = score_pairs(model.logits, pairs, bootstrap, what, context=model.context, progress=progress)
+    found = score_pairs(model.logits, pairs, bootstrap, ("cases", "expected texts"), context=model.context, progress=progress)
     right, holds = torch.zeros(2, len(pairs), dtype=torch.bool)
     for batch in batches([len(ids) - count for ids, count in pairs]):
         prompts, room = [pairs[i][0][: -pairs[i][1]] for i in batch], ROOM + 2 * max(pairs[i][1] for i in batch)

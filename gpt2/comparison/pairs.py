@@ -204,10 +204,7 @@ def _last_words(side: Side, passage: Passage, seed: int, progress: Progress) -> 
 
 
 def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
-    """Run one side over a text, write what it shows, and return the path.
-
-    Raises InputError: no such side or text, or the file cannot be written.
-    """
+    """Run one side over a text, write what it shows, and return the path. Raises InputError: no such side, text or folder."""
     path, side = require_name(path), open_side(name, settings)
     passage = open_passage([side], settings)
     with side, saving(path, side, passage) as logits, torch.inference_mode():
@@ -220,8 +217,8 @@ def save_reference(name: str, path: str | Path, settings: Settings) -> Path:
 def _shared(a: Side, b: Side, *, mapped: bool = False) -> tuple[GPT2Config, Read, Read]:
     """Return the sizes that both have, with a head's own matrix if either has one, and a reader of each one's parameters."""
     one, other = a.config, b.config
-    assert one is not None, f"{a.name} shows its weights without a config"
-    assert other is not None, f"{b.name} shows its weights without a config"
+    assert one is not None
+    assert other is not None  # a side that shows its weights has a config
     rows, tied = min(one.vocab_size, other.vocab_size), one.tie_word_embeddings and other.tie_word_embeddings
     return replace(one, vocab_size=rows, tie_word_embeddings=tied), a.weights(rows, mapped=mapped), b.weights(rows, mapped=mapped)
 
