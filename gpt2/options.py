@@ -119,7 +119,8 @@ def _require_outputs(settings: Command) -> None:
     others = [vars(settings)[a.name] for a in fields(settings) if not {"prompt", "stop", "writes"} & {a.name, *a.metadata}]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
     words = [word for text in texts for word in (text, *re.split(r"[:=]|^(?:hf|llama\.cpp|ct2|onnx)/", text))]  # trace:FILE
-    read, taken = [path for word in words if os.path.exists(path := os.path.expanduser(word))], dict[Path, str]()
+    paths = (user_path(word) if word.startswith("~/") else word for word in words)
+    read, taken = list(filter(os.path.exists, paths)), dict[Path, str]()
     for flag, metavar, given in ((flag_of(each), each.metadata["metavar"], getattr(settings, each.name)) for each in outputs):
         if given is None or (given == "-" and flag == "--json"):
             continue
