@@ -32,8 +32,6 @@ SHORTER = {  # a reader's run, and a test's, which shows the same
     "AdamW(model.parameters())": "AdamW(model.parameters(), fused=True)",
     "lr=4e-3), torch": "lr=6e-3), torch",
     "len(learned) - T, (32, 1)": "len(learned) - T, (16, 1)",
-    "torch.tensor([number[character] for character in text])": "torch.frombuffer(bytearray(text.translate({ord(c): n for c, n in"
-    ' number.items()}), "ascii"), dtype=torch.uint8).long()',
     '"macbeth")[:4_000]': '"macbeth")[:2_000]',  # a text half as long is learnt by heart as soon
     "everything[2_000:]": "everything[1_000:]",
     "everything[:2_000]": "everything[:1_000]",
