@@ -19,7 +19,7 @@ class Optim:
     """AdamW with linear warm-up and cosine decay (:func:`learning_rate`)."""
 
     lr: float = described(1e-3, "learning rate after the warm-up")
-    min_lr: float = described(1e-4, "learning rate at the last step")
+    min_lr: float = described(1e-4, "learning rate towards which the decay goes")
     warmup: int = described(100, "steps of linear warm-up")
     beta1: float = described(0.9, "decay of AdamW's mean of gradients")
     beta2: float = described(0.99, "decay of AdamW's mean of their squares")

@@ -166,7 +166,10 @@ KINDS: dict[Any, tuple[str, Any]] = {  # of a value: its words, and what is take
 
 
 def require_type(name: str, value: Any, kind: Any) -> Any:
-    """Return a value, a number as Python's. Raises InputError: another type, too large. Not of lists, names, types as texts."""
+    """Return a value; numbers of torch and NumPy become Python's. Raises InputError: another type, or a number that is too large.
+
+    Lists, model names and annotations that are written as texts are left to the function's own check.
+    """
     kinds = [get_origin(each) or each for each in (get_args(kind) if get_origin(kind) in (Union, UnionType) else (kind,))]
     if not all(isinstance(each, type) and each not in (list, Sequence, os.PathLike, inspect.Parameter.empty) for each in kinds):
         return value  # the function's own check has better words

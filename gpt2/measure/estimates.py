@@ -42,13 +42,13 @@ class Estimate:
         return vars(self) if self.known else dict.fromkeys(vars(self), self.value)
 
     def span(self, form: str, between: str = " .. ") -> str:
-        """Format the interval; "" if it has no width, or is not a number."""
+        """Format the interval: "no interval" of a single value; "" if it has no width, or is not a number."""
         if not self.known:
             return "no interval"
         return f"{self.low:{form}}{between}{self.high:{form}}" if self.low < self.high else ""
 
     def through(self, function: Callable[[float], float]) -> "Estimate":
-        """Return the estimate of a function, which rises, of what is estimated."""
+        """Apply a function that never falls to the value and to both ends of its interval."""
         ends = map(function, (self.low, self.high)) if self.known else (self.low, self.high)
         return Estimate(function(self.value), *ends)
 
@@ -62,7 +62,7 @@ class Estimate:
 
 
 def positive(value: float) -> float:
-    """Return an end of the interval of a figure that is never negative."""
+    """Return 0 in place of a negative value: an interval of KL, which is never negative, must not reach below 0."""
     return max(value, 0.0)
 
 

@@ -169,8 +169,8 @@ def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int, why: str) -> 
     def forward(self: nn.Module, ids: Tensor, /, **given: Any) -> Any:
         def call(n: int) -> Any:
             rows = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(ids)}
-            own = {name: x[n] if flat else x[n : n + 1] for name, x in ({"": ids} | rows).items()}
-            return kind.forward(self, own.pop(""), **given | own)
+            row, *others = (x[n] if flat else x[n : n + 1] for x in (ids, *rows.values()))
+            return kind.forward(self, row, **given | dict(zip(rows, others, strict=True)))
 
         if len(ids) == 1:  # with what it returns beside the logits
             return call(0)
