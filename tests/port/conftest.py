@@ -1,17 +1,14 @@
 """What the tests of diagnoses share."""
 
 import pytest
-from support.faulty import CONFIG, write
+from support.faulty import TWO
+from support.faulty.loading import weights
+from support.random_models import model_of
 
-import gpt2
-
-
-@pytest.fixture(scope="session")
-def directory(tmp_path_factory):
-    return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
+from gpt2 import GPT2
 
 
 @pytest.fixture(scope="session")
-def model(directory):
-    """A tiny random GPT-2, from a file."""
-    return gpt2.load(str(directory))
+def model() -> GPT2:
+    """A tiny random GPT-2."""
+    return model_of(TWO, weights(TWO))

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.commands import refusal
-from support.faulty import CONFIG
+from support.faulty import TWO as CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import faulty
-from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty
+from support.faulty import ARCHITECTURES, CONFIG, FAULTY, SOUND, Faulty, write
 from support.faulty.scoring import FAULTY_AFTER_ALL, score
 from support.ports import PORTS
 
@@ -24,6 +24,17 @@ DEFAULT = (
     "fused: heads-split-wrongly scale-by-width no-out-bias",  # the first two hide each other
 )
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    """A tiny random GPT-2, from a file."""
+    return gpt2.load(str(directory))
 
 
 def of_each(names, default):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from port.test_diagnosis import port as right
 from port.test_examination import attend
 from port.test_examination import port as replaced
-from support.faulty import CONFIG
+from support.faulty import TWO as CONFIG
 from torch import Tensor, nn
 
 import gpt2

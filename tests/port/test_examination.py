@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from port.test_diagnosis import port as nano
 from port.test_walk import CONFIG as SMALL
 from port.test_walk import IDS, checkpoint
-from support.faulty import CONFIG
+from support.faulty import TWO as CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn
 from torch.nn.utils import prune

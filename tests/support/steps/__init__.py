@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from gpt2.model import GPT2
 from gpt2.port.step.settings import KEYS, StepSettings
-from support.faulty import CONFIG as LARGER
+from support.faulty import TWO as CONFIG
 from support.patches import patched
 from support.ports import PORTS
 from support.random_models import random_model
 
 MakeStep = Callable[[nn.Module], Callable[[Tensor, Tensor], object]]
-CONFIG = replace(LARGER, n_layer=2)
 SOURCE = Path(__file__).with_name("plain.py").read_text()
 SETTINGS = StepSettings(
     lr=1e-3, min_lr=1e-3, warmup=0, beta1=0.9, beta2=0.95, weight_decay=0.1, clip=1.0, steps=1000, batch_size=4, context=8,
