@@ -3,7 +3,9 @@
 import copy
 import itertools
 import json
+from collections.abc import Mapping
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,15 +14,18 @@ import torch.nn.functional as F
 from support.steps import COMBINED, FAULTY_STEPS, MEANINGS, module_of, our_model, right_model
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
+from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 
 import gpt2
 from gpt2.errors import InputError
-from gpt2.measure.metrics import silent
+from gpt2.model import GPT2
 from gpt2.port import diagnosis
 from gpt2.port.diagnosis import examine_module
+from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.step.causes import STAGE
 from gpt2.port.step.clipping import read_clipping
+from gpt2.port.step.sessions import random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import ROUNDED, Rule, Track, directions, fit, recognised_rule
 from gpt2.port.step.watching import Gradient, Sampled, Update
@@ -101,6 +106,10 @@ def step_of(parts: int = 1, **lines: str):
 
 
 PLAIN = {"clip": "pass", "rate": "pass"}
+
+
+def apart(one: Tensor, other: Tensor) -> float:
+    return float((one - other).abs().max())
 
 
 def test_a_bias_without_effect_need_not_move():
@@ -196,29 +205,50 @@ HEALED = {
     "update-skipped": ("prepare", f"{HALF}; scaler = torch.amp.GradScaler('cpu', init_scale=2.0**100)", "scaled"),
     "update-rounded": ("prepare", "model.bfloat16()", ""),
 }
+# What the right step of a kind has in place of LINES; SCALED, or BY_HAND where a rule is written out, in any case.
+RIGHT_LINES = {"free": {"clip": "pass"}, "flat": {"rate": "pass"}}
+RIGHT_LINES["parts padded"] = {"backward": "(F.cross_entropy(logits, targets, reduction='sum') / all_targets).backward()"}
 FOLLOWING = {"step-per-micro-batch": ["schedule-wrong"], "update-skipped": ["logits-half-precision"]}
 IDS = [meaning.ids[0] for meaning in MEANINGS.values()]
-ALONE = [word for word, id in zip(MEANINGS, IDS, strict=True) if id not in HEALED or IDS.count(id) > 1]  # not all healed
-
-
-forward_of = cache(lambda kind: examine_module(module_of(kind), right_model(), False, silent))
+ALONE = [word for n, (word, id) in enumerate(zip(MEANINGS, IDS, strict=True)) if id in IDS[:n] or id not in HEALED]  # not healed
+EXAMINED: dict[tuple[type, int], tuple[Diagnosis, WeightMap | None]] = {}
 
 
 @pytest.fixture
 def examined_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Examine the forward pass of a kind of module once for all its steps; the tests of right steps examine each."""
-    kind_of = {type(module_of(kind)): kind for kind in ("ours", "nano")}
-    monkeypatch.setattr(diagnosis, "examine_module", lambda module, *_: forward_of(kind_of[type(module)]))
+    """Examine the forward pass of a kind of module once for all its steps; the first tests of this file examine each."""
+
+    def once(module: nn.Module, ours: GPT2, *rest: Any) -> tuple[Diagnosis, WeightMap | None]:
+        kind = type(module), len(ours.h)
+        if kind not in EXAMINED:
+            EXAMINED[kind] = examine_module(copy.deepcopy(module), ours, *rest)  # the module itself is trained
+        return EXAMINED[kind]
+
+    monkeypatch.setattr(diagnosis, "examine_module", once)
+
+
+def settings_of(kind: str) -> dict[str, Any]:
+    settings = SET | {"grad_accum": 1}
+    for word in kind.split():
+        settings |= KINDS.get(word, {})
+    return {key: value for key, value in settings.items() if value is not None}
 
 
 @cache
 def said_of(kind: str, lines: tuple[tuple[str, str], ...]) -> Diagnosis:
-    """What is said of a step of these lines; many corrections give the same step, which is diagnosed once."""
-    settings = SET | {"grad_accum": 1}
-    for word in kind.split():
-        settings |= KINDS.get(word, {})
-    settings = {key: value for key, value in settings.items() if value is not None}
-    return gpt2.diagnose_step(our_model(), step_of(settings["grad_accum"], **dict(lines)), right_model(), settings=settings)
+    """What is said of a step of these lines, and a model of one block; many corrections give the same step."""
+    settings = settings_of(kind)
+    step = step_of(settings["grad_accum"], **dict(lines))
+    return gpt2.diagnose_step(module_of("ours", 1), step, right_model(1), settings=settings)
+
+
+def trained(kind: str, lines: Mapping[str, str]) -> Tensor:
+    """The losses and then the parameters after four steps of these lines, in float64."""
+    settings, module = StepSettings.of(settings_of(kind)), module_of("ours", 1).double()
+    step = step_of(settings.grad_accum, **lines)(module)
+    batches = [random_batch(module.config, settings, seed, padded=settings.padded) for seed in range(4)]
+    losses = torch.tensor([float(step(batch.ids, batch.targets)) for batch in batches], dtype=torch.float64)
+    return torch.cat([losses, *(p.detach().double().flatten() for p in module.parameters())])
 
 
 @pytest.mark.usefixtures("examined_once")
@@ -227,14 +257,19 @@ def test_a_correction_that_is_carried_out_heals_the_step(id: str) -> None:
     """The printed line was the one that the user had: `(loss / grad_accum)`; weights in bfloat16 were called detached."""
     faulty, wrong, kind = HEALED[id]
     slot, _, mended = faulty.partition(">")
-    lines = LINES | ({"update": BY_HAND} if slot in ("decay", "adam") else SCALED if kind == "scaled" else {})
-    lines |= {"decay": "pass"} if kind == "undecayed" else {}
+    right = LINES | ({"update": BY_HAND} if slot in ("decay", "adam") else SCALED if kind == "scaled" else {})
+    lines = right | ({"decay": "pass"} if kind == "undecayed" else {})
+    right |= RIGHT_LINES.get(kind, {})
+    assert said_of(kind, tuple(right.items())).ok
     found = said_of(kind, tuple((lines | {slot: wrong}).items()))
     causes = {cause.id: cause for cause in found.causes}
     assert causes.keys() == {id, *FOLLOWING.get(id, ())}, found.table()
     mend = causes[id].fix.partition("  #")[0].replace("...", LINES["loss"])
-    healed = said_of(kind, tuple((lines | {"loss" if "loss = " in mend else mended or slot: mend}).items()))
-    assert healed.ok, healed.table()
+    healed = lines | {"loss" if "loss = " in mend else mended or slot: mend}
+    wanted, broken, made = (trained(kind, some) for some in (right, lines | {slot: wrong}, healed))
+    if not (apart(made, wanted) < 1e-12 and apart(broken, wanted) > 1e-6):  # else it is the right step, which the fault is not
+        found = said_of(kind, tuple(healed.items()))
+        assert found.ok, found.table()
 
 
 @pytest.mark.usefixtures("examined_once")
@@ -245,6 +280,7 @@ def test_the_causes_of_faults_are_named(name):
     assert found.perfect, found.flaws()
 
 
+@pytest.mark.usefixtures("examined_once")
 @pytest.mark.parametrize("name", each(name for name in RIGHT_STEPS if name != "torch.compile"))
 def test_right_steps_are_equal_and_their_modules_untouched(name):
     """Other ways to write the same training are no faults; and the author goes on with the module, which must not be trained."""
@@ -355,7 +391,7 @@ ODD = (Rule(beta1=0.88, beta2=0.93, eps=3e-7), Rule(coupled=0.03))
 def test_constants_that_nobody_writes_are_no_usual_ones(rule: Rule, known: bool) -> None:
     """The nearest usual constants would be reported as the author's: what none of the table gives is left open."""
     draw = np.random.default_rng(0)
-    before, gradient, seen = draw.standard_normal((6, 50)), 1e-2 * draw.standard_normal((6, 50)), np.ones(6, dtype=bool)
+    before, gradient, seen = draw.standard_normal((4, 12)), 1e-2 * draw.standard_normal((4, 12)), np.ones(4, dtype=bool)
     change = -1e-3 * directions(rule, Track(before, gradient, before, seen)) - 1e-4 * before
     track = Track(before, gradient, change, seen)
     found, error = recognised_rule([track], StepSettings())
@@ -363,6 +399,7 @@ def test_constants_that_nobody_writes_are_no_usual_ones(rule: Rule, known: bool)
     if known:
         assert found == rule
         assert fit(track, found).rates == pytest.approx(1e-3)
+    if rule is USUAL[0]:
         other = track._replace(change=-1e-3 * directions(ODD[0], track))  # a second parameter, which goes by no known rule
         assert recognised_rule([track, other], StepSettings())[1] > ROUNDED
 

@@ -64,19 +64,19 @@ MEANINGS = {word: _meaning(**row) for rows in _FOUND.values() for word, row in r
 
 
 @cache
-def right_model() -> GPT2:
+def right_model(layers: int = 2) -> GPT2:
     """The model that every step is compared with: random weights, in float32 and eval mode. Who trains it takes a copy."""
-    return random_model(CONFIG, 0.2, 0.1, dtype=torch.float32, seed=5)
+    return random_model(replace(CONFIG, n_layer=layers), 0.2, 0.1, dtype=torch.float32, seed=5)
 
 
 def our_model() -> GPT2:
     return copy.deepcopy(right_model())
 
 
-def module_of(kind: str) -> nn.Module:
-    """The module ``kind`` ("ours", or a name of PORTS) with the weights of :func:`our_model`, without dropout."""
+def module_of(kind: str, layers: int = 2) -> nn.Module:
+    """The module ``kind`` ("ours", or a name of PORTS, of two layers) with :func:`right_model`'s weights, without dropout."""
     if kind == "ours":
-        module: nn.Module = our_model()
+        module: nn.Module = copy.deepcopy(right_model(layers))
     else:
         module = PORTS[kind].build(CONFIG).float()
         PORTS[kind].fill(module, right_model().state_dict())
