@@ -56,7 +56,7 @@ def run(args: ExploreSettings) -> int:
 
 def answers(opened: "Explorer", prompt: str) -> Answer:
     """Return what answers a query: the page of its prompt, of ``prompt`` without one."""
-    from gpt2.explore.lens_page import error_page
+    from gpt2.explore.lens import error_page
 
     def answer(query: Mapping[str, str]) -> tuple[str, int]:
         typed = query.get("prompt", prompt).replace("\r\n", "\n")  # forms send line breaks as CRLF

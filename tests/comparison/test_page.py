@@ -17,7 +17,7 @@ from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
 from gpt2.comparison.words import Choice
 from gpt2.errors import InputError
-from gpt2.explore.lens_page import error_page
+from gpt2.explore.lens import error_page
 from gpt2.pages.drawing import shade
 from gpt2.pages.rendering import number, percent, readable, visible
 

@@ -13,7 +13,7 @@ from support.random_models import random_model
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.errors import InputError
-from gpt2.explore import attention_page
+from gpt2.explore import attention
 from gpt2.explore.attention import attention_maps, compare_attention, summarise_attention
 
 CONFIG = GPT2Config(61, n_positions=16, n_embd=24, n_layer=2, n_head=3, bos_token_id=None, eos_token_id=None)
@@ -96,7 +96,7 @@ def test_what_cannot_be_shown_is_said_in_a_line(models: tuple[str, str | None], 
 
 def test_a_text_too_long_to_be_seen_can_still_be_had_as_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One token too many for the page; the JSON holds them all."""
-    monkeypatch.setattr(attention_page, "VISIBLE", 25 * 30**2)
+    monkeypatch.setattr(attention, "VISIBLE", 25 * 30**2)
     found = compare_attention("shakespeare-mini", None, "light " * 29)
     assert len(found.tokens) == 31
     with pytest.raises(InputError, match="25 heads has room for 30: give a shorter text, or take the weights as --json"):
