@@ -13,8 +13,7 @@ import numpy as np
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
 from gpt2.data.batches import FILLER, HASHED, SCORED, held_out, lay_out, slices
-from gpt2.data.bpe import train_bpe, words_of
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, train_bpe, words_of
 from gpt2.data.documents import LINE_ENDS, Document, documents, files, size, skipped
 from gpt2.data.files import END_OF_TEXT
 from gpt2.errors import InputError

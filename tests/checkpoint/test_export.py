@@ -21,8 +21,7 @@ from gpt2.checkpoint.export import export
 from gpt2.checkpoint.gguf_writer import gguf_pieces
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
-from gpt2.data.bpe import made_bpe, train_bpe
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, made_bpe, train_bpe
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 

@@ -18,7 +18,7 @@ from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.export import export
 from gpt2.checkpoint.llmc_writer import tokenizer_file
 from gpt2.checkpoint.loading import load
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 
 CONFIG = replace(TINY, bos_token_id=None, eos_token_id=None)
 

@@ -20,7 +20,7 @@ from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
 from gpt2.checkpoint.loading import load_tokenizer
 from gpt2.checkpoint.saving import save, sha256, write_file, write_json
 from gpt2.config import GPT2Config
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 

@@ -24,7 +24,7 @@ from support.training import logged_steps
 import gpt2
 from gpt2.cli import generate_command
 from gpt2.cli.main import main, share_cores
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.parity import run as verify_module
 from gpt2.port.diagnosis import runner
 from gpt2.sampling import Sampling

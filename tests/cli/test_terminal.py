@@ -18,7 +18,7 @@ from gpt2.cli import verify_command
 from gpt2.cli.main import COMMANDS, file_of, main
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.explore.attention import summarise_attention
 from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords, last_words_change, score_last_words

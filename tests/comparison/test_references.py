@@ -20,7 +20,7 @@ from gpt2.comparison.pairs import save_reference
 from gpt2.comparison.run import compare
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.opening import open_passage, open_side
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.errors import CheckpointError
 from gpt2.measure.texts import open_text
 

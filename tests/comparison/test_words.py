@@ -9,8 +9,7 @@ from torch import Tensor
 from gpt2.comparison.compatibility import compare_vocabularies
 from gpt2.comparison.sides.side import Side
 from gpt2.comparison.words import continuations, passages
-from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, train_bpe
 
 
 def brute(js: list[float], count: int, length: int) -> list[int]:

@@ -11,8 +11,7 @@ from support.commands import refusal
 
 from gpt2 import data
 from gpt2.data import Tokenizer
-from gpt2.data.bpe import train_bpe, words_of
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, train_bpe, words_of
 from gpt2.errors import InputError
 
 ROMEO = (

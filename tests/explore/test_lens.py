@@ -11,7 +11,7 @@ import torch
 from support.pages import assert_whole_by_itself
 
 import gpt2
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.errors import InputError
 from gpt2.explore.attention import attention_maps
 from gpt2.explore.lens import Exploration, explorer

@@ -17,7 +17,7 @@ from support.commands import as_json, mistake, printed
 
 import gpt2
 from gpt2.cli.main import main
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.explore.lens import explorer
 
 PROMPT = "O Romeo,\nwherefore art"

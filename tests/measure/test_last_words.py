@@ -10,8 +10,7 @@ from support.commands import refusal
 from support.random_models import uneven_model
 from torch import Tensor
 
-from gpt2.data.bpe import ends, made_bpe, train_bpe
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, ends, made_bpe, train_bpe
 from gpt2.errors import InputError
 from gpt2.measure import last_words
 from gpt2.measure.last_words import last_words_change, score_last_words

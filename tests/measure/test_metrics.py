@@ -7,8 +7,7 @@ import pytest
 import torch
 from support.random_models import uneven_model
 
-from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, train_bpe
 from gpt2.errors import InputError
 from gpt2.measure.metrics import (
     PART,

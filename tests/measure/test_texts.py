@@ -19,8 +19,7 @@ from support.oracle import as_the_guide_does
 from support.random_models import uneven_model
 
 from gpt2.data import shakespeare
-from gpt2.data.bpe import train_bpe
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of, train_bpe
 from gpt2.data.documents import documents
 from gpt2.errors import InputError
 from gpt2.measure import texts

@@ -11,7 +11,7 @@ from support.training import outcome, stop_at
 import gpt2
 from gpt2.checkpoint.export import export
 from gpt2.data import Tokenizer
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.data.library import LibraryTokenizer
 from gpt2.train import models
 from gpt2.train.loop import train

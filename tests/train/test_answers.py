@@ -16,7 +16,7 @@ from gpt2.comparison.cases import read_cases
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
 from gpt2.data.batches import FILLER, READ, SCORED, UNSCORED, documents
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.measure.texts import open_text
 from gpt2.model import GPT2
 from gpt2.train import loop, parallel

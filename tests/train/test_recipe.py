@@ -9,7 +9,7 @@ import pytest
 from support.commands import refusal
 
 from gpt2.data import shakespeare
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.train import models
 from gpt2.train import recipe as recipes
 from gpt2.train.corpus import texts

@@ -18,7 +18,7 @@ from support.training import flip, outcome
 import gpt2
 from gpt2.checkpoint.keys import to_file
 from gpt2.config import GPT2Config
-from gpt2.data.chars import chars_of
+from gpt2.data.bpe import chars_of
 from gpt2.errors import InputError
 from gpt2.model import GPT2
 from gpt2.optim import adamw
