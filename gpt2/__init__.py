@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from gpt2.port.mapping import MappingReport as MappingReport
     from gpt2.port.mapping import load_into as load_into
     from gpt2.port.mapping.checkpoint import checkpoint_of as checkpoint_of
-    from gpt2.traces.result import Trace as Trace
+    from gpt2.traces.run import Trace as Trace
     from gpt2.traces.run import trace as trace
 
 __version__ = "0.1.0"
@@ -53,7 +53,7 @@ _HOME = {
     "InputError": "errors",
     "MappingReport": "port.mapping",
     "Report": "parity.report",
-    "Trace": "traces.result",
+    "Trace": "traces.run",
     "checkpoint_of": "port.mapping.checkpoint",
     "compare": "comparison.run",
     "diagnose": "port.diagnosis",

@@ -28,12 +28,11 @@ from gpt2.measure.allocator import keep_freed_memory
 from gpt2.model import GPT2
 from gpt2.optim import adamw
 from gpt2.train.cost import gemm_rate, operations
-from gpt2.train.feed import Feed
 from gpt2.train.loss import WithLoss
 from gpt2.train.models import prepare
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Recipe
-from gpt2.train.step import optimizer_step
+from gpt2.train.step import Feed, optimizer_step
 
 SIZES = {  # layers, width, heads, positions, vocabulary
     "gpt2": (12, 768, 12, 1024, 50257),

@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from gpt2.checkpoint.llmc_writer import require_expressible, state_pieces
-from gpt2.checkpoint.saving import safetensors_file
+from gpt2.checkpoint.saving import safetensors_file, write_file
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.files import written_aside
 from gpt2.errors import InputError
@@ -53,8 +53,7 @@ def write(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:
 
 
 def _safetensors(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
-    with written_aside(path) as file:
-        file.writelines(safetensors_file(arrays, {"about": as_json(about, None)}))
+    write_file(path, safetensors_file(arrays, {"about": as_json(about, None)}))
 
 
 def _npz(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
@@ -74,8 +73,7 @@ def _directory(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
             with written_aside(aside / f"{name}.npy") as file:
                 np.save(file, tensor.numpy())
         rows = [{**row, "file": f"{row['name']}.npy"} for row in about["arrays"]]
-        with written_aside(aside / INDEX) as file:
-            file.write((as_json({**about, "arrays": rows}) + "\n").encode())
+        write_file(aside / INDEX, (as_json({**about, "arrays": rows}) + "\n").encode())
         if path.exists():
             os.replace(path, old)
         os.replace(aside, path)
@@ -97,8 +95,7 @@ def _state(path: Path, arrays: Arrays, about: dict[str, Any]) -> None:
         raise InputError(f"{path}: llm.c's debug state needs the next id of each token; give targets, or leave the last id out")
     require_expressible(config, about["model"])
     gradients = {name.removeprefix(GRADIENT): tensor for name, tensor in arrays.items() if name.startswith(GRADIENT)}
-    with written_aside(path) as file:
-        file.writelines(state_pieces(config, arrays["ids"], arrays["targets"], arrays["logits"], arrays["loss"], gradients))
+    write_file(path, state_pieces(config, arrays["ids"], arrays["targets"], arrays["logits"], arrays["loss"], gradients))
 
 
 def _require_own(folder: Path) -> None:

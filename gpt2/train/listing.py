@@ -11,8 +11,8 @@ from gpt2.data.batches import SCORED, UNSCORED, slices
 from gpt2.data.files import END_OF_TEXT
 from gpt2.errors import printable
 from gpt2.train.corpus import Corpus, corpus
-from gpt2.train.feed import Feed
 from gpt2.train.recipe import Recipe
+from gpt2.train.step import Feed
 
 WINDOWS = 3
 FILL = re.compile(rf"({re.escape(END_OF_TEXT)}){{3,}}")

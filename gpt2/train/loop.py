@@ -24,7 +24,6 @@ from gpt2.train.bigram import Bigram
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.cost import peak_memory, tokens_at_peak
 from gpt2.train.evaluation import scores
-from gpt2.train.feed import Feed
 from gpt2.train.loss import WithLoss
 from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Metrics, Pace, Result, Started
 from gpt2.train.parallel import Ranks
@@ -32,7 +31,7 @@ from gpt2.train.recipe import Recipe
 from gpt2.train.runs import overfitting
 from gpt2.train.start import Start, start
 from gpt2.train.state import Progress
-from gpt2.train.step import MAX_REWINDS, MAX_SKIPS, Rewind, fault_of, loss_limit, optimizer_step
+from gpt2.train.step import MAX_REWINDS, MAX_SKIPS, Feed, Rewind, fault_of, loss_limit, optimizer_step
 
 __all__ = ["Diverged", "Estimated", "Evaluated", "Logged", "Result", "Started", "train"]
 

@@ -12,10 +12,9 @@ from torch import nn
 from gpt2.checkpoint.card import CURVES
 from gpt2.checkpoint.saving import CARD
 from gpt2.train import parallel, state
-from gpt2.train.feed import Feed
 from gpt2.train.loop import Logged
 from gpt2.train.recipe import Recipe
-from gpt2.train.step import optimizer_step
+from gpt2.train.step import Feed, optimizer_step
 from support import forks
 
 OF_CARD = (CARD, CURVES)

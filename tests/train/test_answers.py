@@ -22,11 +22,11 @@ from gpt2.model import GPT2
 from gpt2.train import loop, parallel
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.evaluation import scores
-from gpt2.train.feed import Feed
 from gpt2.train.listing import list_data
 from gpt2.train.loop import Evaluated, Started, train
 from gpt2.train.loss import WithLoss
 from gpt2.train.recipe import Data, Recipe
+from gpt2.train.step import Feed
 
 END = 0
 T = 24

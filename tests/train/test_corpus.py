@@ -15,11 +15,11 @@ from gpt2.data.batches import batch
 from gpt2.data.bpe import chars_of
 from gpt2.train import feed
 from gpt2.train.corpus import corpus
-from gpt2.train.feed import Feed
 from gpt2.train.loop import Evaluated, Started, train
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Data
 from gpt2.train.remarks import SEEDS
+from gpt2.train.step import Feed
 
 
 @pytest.mark.parametrize(("tokenizer", "size"), [("chars", 0), ("words", 270), ("bpe", 270)])

@@ -23,10 +23,10 @@ from gpt2.model import GPT2
 from gpt2.optim import adamw, learning_rate
 from gpt2.train import loop, state
 from gpt2.train.corpus import corpus
-from gpt2.train.feed import Feed
 from gpt2.train.loop import Estimated, Evaluated, Logged, Started, train
 from gpt2.train.loss import WithLoss
 from gpt2.train.recipe import Data, Optim
+from gpt2.train.step import Feed
 
 
 def memorising(quiet, tmp_path, lr: float) -> list[Evaluated]:
