@@ -4,7 +4,7 @@ import sys
 
 from gpt2.errors import printable, size
 from gpt2.train.evaluation import slowest
-from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Result, Started
+from gpt2.train.metrics import Diverged, Estimated, Evaluated, Event, Logged, Result, Started, accuracy
 from gpt2.train.recipe import Recipe
 
 ENDS = {"finished": "finished", "early": "stopped early, no longer improving", "interrupted": "interrupted and saved"}
@@ -22,8 +22,9 @@ def show(event: Event) -> None:
             text += f"{event.tokens_per_second:7,.0f} tok/s{share}  {_duration(event.seconds_left)} left"
         case Evaluated(val=val):
             text = f"{at}validation loss {val.loss:.4f}  perplexity {val.perplexity:.2f}  {val.bits_per_byte:.4f} bits/byte"
-            if event.accuracy is not None:
-                text = f"{at}validation loss {val.loss:.4f}  accuracy {event.accuracy:.1%} of {val.tokens:,} documents"
+            if event.confusion is not None:
+                right = f"accuracy {accuracy(event.confusion):.1%} of {val.tokens:,} documents"
+                text = f"{at}validation loss {val.loss:.4f}  {right}"
             text += f"  (all tokens {event.val_all.loss:.4f})" if event.val_all else ""
             text += "  best so far" if event.best else ""
             text += f"  ({slower})" if (slower := slowest(event.rank_tokens_per_second)) else ""

@@ -116,11 +116,11 @@ class _Run:
         self.optimizer = adamw(self.model, recipe.optim)
         if self.resumed:
             parallel.restore(self.optimizer, started.moments, ranks)
-        writes = folder if ranks.rank == 0 else None
         self.by_all = shards.by_all(folder, self.model, recipe, ranks)
         every = "every process writes its part of a checkpoint" if self.by_all else ""
         self.notes = tuple(filter(None, (*started.notes, *self.text.notes, *ranks.notes(), every)))
-        self.metrics = ranks.together(lambda: stack.enter_context(Metrics(writes, self.resumed, recipe)))
+        leads = ranks.rank == 0
+        self.metrics = ranks.together(lambda: stack.enter_context(Metrics(folder, self.resumed, recipe)) if leads else None)
 
     def announce(self) -> None:
         recipe, text = self.recipe, self.text
@@ -195,7 +195,7 @@ class _Run:
             last_resort = f" ({MAX_REWINDS} rewinds did not help)"
         action = "stop" if last_resort else action
         self.write(step=progress.step, diverged=fault, action=action)
-        self.ranks.together(self.metrics.sync)
+        self.ranks.together(lambda: self.metrics.sync() if self.metrics else None)
         self.tell(Diverged(progress.step, fault, action))
         if action == "rewind":
             raise Rewind(progress.step, fault)
@@ -222,7 +222,7 @@ class _Run:
             row |= {"val_loss_all": every.loss} if every else {}
             row |= {"rank_tokens_per_second": by_rank} if by_rank else {}
             self.write(step=progress.step, **row)
-        warning = overfitting(self.metrics.rows, progress.best_step)
+        warning = overfitting(self.metrics.rows, progress.best_step) if self.metrics else ""
         self.tell(Evaluated(progress.step, score, best, sample, warning, every, by_rank, table))
         return progress
 
@@ -234,7 +234,7 @@ class _Run:
         return models.sample(model, self.tokenizer, self.text.beginning(), self.recipe)
 
     def save(self, progress: Progress) -> None:
-        self.ranks.together(self.metrics.sync)
+        self.ranks.together(lambda: self.metrics.sync() if self.metrics else None)
         if self.by_all and isinstance(self.model, GPT2):
             return shards.save(self.folder, self.model, self.tokenizer, self.optimizer, progress, self.ranks)
         moments = parallel.gathered(self.optimizer)
@@ -246,7 +246,7 @@ class _Run:
         return models.copied(self.model, self.recipe) if parallel.sharded(self.scored) else self.model
 
     def write(self, **row: object) -> None:
-        self.ranks.together(lambda: self.metrics.write(**row))
+        self.ranks.together(lambda: self.metrics.write(**row) if self.metrics else None)
 
     def tell(self, event: Event) -> None:
         if self.ranks.rank == 0:

@@ -13,7 +13,7 @@ from gpt2.checkpoint.saving import write_file
 from gpt2.config import GPT2Config
 from gpt2.measure.metrics import LanguageScore
 from gpt2.train.bigram import BigramConfig
-from gpt2.train.boards import Board, boards
+from gpt2.train.boards import boards
 from gpt2.train.folders import writing
 from gpt2.train.recipe import Recipe
 from gpt2.train.runs import METRICS, lines_of, row_of
@@ -79,11 +79,6 @@ class Evaluated:
     rank_tokens_per_second: tuple[float, ...] = ()
     confusion: list[list[int]] | None = None  # of each class, how often each was said
 
-    @property
-    def accuracy(self) -> float | None:
-        """The share of a classifier's documents whose class was said."""
-        return None if self.confusion is None else accuracy(self.confusion)
-
 
 def accuracy(confusion: list[list[int]]) -> float:
     """Return the share on the diagonal of a confusion table: rows are the true classes, columns those that were said."""
@@ -105,40 +100,32 @@ Event = Started | Logged | Evaluated | Estimated | Diverged
 
 
 class Metrics:
-    """Write one line per logged step or evaluation to ``folder``, if given, and to the boards of the recipe.
+    """Write one line per logged step or evaluation to the run's folder, and to the boards of the recipe; rank 0 alone has one.
 
     When a run resumes, lines after its checkpoint and partly written lines are removed, so no step appears twice.
     """
 
-    def __init__(self, folder: Path | None, resumed: Progress | None, recipe: Recipe) -> None:
-        self.rows: list[dict[str, Any]] = []
-        self.boards: list[Board] = []
-        self.file, self.folder = None, folder
-        if folder is None:
-            return
-        path, kept = folder / METRICS, []
+    def __init__(self, folder: Path, resumed: Progress | None, recipe: Recipe) -> None:
+        self.folder, path, kept = folder, folder / METRICS, list[str]()
         with writing(folder):
             if resumed is not None and path.exists():
                 kept = [line for line in lines_of(path) if (row := row_of(line)) and row["step"] <= resumed.step]
             write_file(path, "".join(f"{line}\n" for line in kept).encode())
             self.boards = boards(recipe, folder, None if resumed is None else resumed.step + 1)
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
-            self.rows = [row_of(line) for line in kept]
+        self.rows = [row_of(line) for line in kept]
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *raised: object) -> None:
-        if self.file is not None:
-            with suppress(OSError):  # a line that a full disk did not take: the write has reported it
-                self.file.close()
+        with suppress(OSError):  # a line that a full disk did not take: the write has reported it
+            self.file.close()
         for board in self.boards:
             board.close()
 
     def write(self, **row: Any) -> None:
         self.rows.append(row)
-        if self.file is None or self.folder is None:
-            return
         with writing(self.folder):
             self.file.write(json.dumps(row) + "\n")
             numbers = {k: v for k, v in row.items() if k not in ("step", "val_tokens") and isinstance(v, int | float)}
@@ -147,9 +134,8 @@ class Metrics:
 
     def sync(self) -> None:
         """Flush to the disk, before a checkpoint that relies on these lines is written."""
-        if self.file is not None and self.folder is not None:
-            with writing(self.folder):
-                os.fsync(self.file.fileno())
+        with writing(self.folder):
+            os.fsync(self.file.fileno())
 
 
 class Pace:
