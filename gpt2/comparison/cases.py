@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from gpt2.comparison.settings import CaseTable
+from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import Side
 from gpt2.comparison.words import continued
 from gpt2.data import Tokenizer
@@ -207,7 +208,7 @@ def _classify(
         if index >= len(names) or not ids:
             why = f"the label {label!r} is no class of {model.name}: {', '.join(names)}" if ids else "its text has no token"
             raise InputError(f"--cases, case {number}: {why}; leave it out")
-        if model.classifier:
+        if isinstance(model, CheckpointSide) and model.classifier:
             scores = model.class_scores(torch.tensor([ids]))
         else:
             after = (_encoded([(text, (name,))], tokenizer, model.context) for name in names)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.comparison.sides.trace_side import PREFIX as TRACE
-from gpt2.comparison.weights import TensorChange
+from gpt2.comparison.tensors import TensorChange
 from gpt2.comparison.words import Word
 from gpt2.measure.environment import Environment
 from gpt2.measure.metrics import MAX_JS

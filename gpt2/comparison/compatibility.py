@@ -121,11 +121,10 @@ def _first_parting(a: Tokenizer, b: Tokenizer, text: str) -> Parting | None:
     return None
 
 
-def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility:
-    """Decide before anything runs what can be measured on ids (N,) of a's tokenizer.
+def fit(a: Side, b: Side, ids: Tensor, *, several: bool) -> Compatibility:
+    """Decide before anything runs what can be measured on ids (N,) of a's tokenizer; a config may be unknown.
 
-    ``parts`` are those of which all is measured: weights tensor by tensor, activations, and of logits also words and the floor of
-    noise. Else it is the distributions, and how far the weights moved. A config may be unknown. Raises InputError: nothing fits.
+    Of ``several`` models only the distributions are, and how far the weights moved. Raises InputError: nothing fits.
     """
     vocabularies, differing, tokens = compare_vocabularies(a.tokenizer, b.tokenizer, ids), _differing(a.config, b.config), {}
     if a.config is not None and b.config is not None and vocabularies.verdict == "none":
@@ -137,13 +136,13 @@ def fit(a: Side, b: Side, ids: Tensor, parts: frozenset[Shown]) -> Compatibility
     if not vocabularies.comparable:
         why = f"the tokenizers differ in {vocabularies.differing:,} entries"
         tokens = {"activations": why, "distributions": f"{why}; the report has each model's bits per byte instead"}
-    missing = {shown.value: [side for side in (a, b) if shown not in side.shows] for shown in Shown if shown in parts}
+    missing = {shown.value: [side for side in (a, b) if shown not in side.shows] for shown in Shown if not several}
     shown = {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
     rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
     if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:
         shown["weights"] = f"the models differ in {', '.join(shapes)}"
         shown |= {"activations": shown["weights"]} if {*shapes} & {"n_layer", "n_embd", "n_head", "n_inner"} else {}
-    heads = heads_left_out(*((a, b) if Shown.WEIGHTS in parts else (b,)))
+    heads = heads_left_out(*((b,) if several else (a, b)))
     others = {part: why for part, why in shown.items() if part not in tokens}
     return Compatibility(differing, vocabularies, {**tokens, **others, **heads})
 

@@ -33,22 +33,19 @@ EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio of what is equal
 
 @dataclass(frozen=True)
 class Floor:
-    """KL between two right runs: (name, mean KL, largest difference of a logit). A difference that is not above means nothing.
+    """KL between two right runs, and the largest difference of a logit. A difference that is not above means nothing.
 
     ``ratio`` is that of their perplexities. KL grows with the square of a small change of the weights, and the loss linearly: a
     KL that is not above its floor may stand beside a ratio that is.
     """
 
-    ways: tuple[tuple[str, Estimate, float], ...]
+    way: str  # what makes the runs differ
+    mean: Estimate
+    logit: float
     tokens: int
     ratio: Estimate
-    figures = property(lambda self: {"ways": self.ways, "tokens": self.tokens})  # what the JSON has of it
-    way = property(lambda self: self.ways[0][0])
-
-    @property
-    def kl(self) -> float:
-        """What a mean KL must exceed: the upper end of the 95 % interval."""
-        return self.ways[0][1].high
+    kl = property(lambda self: self.mean.high)  # what a mean KL must exceed
+    figures = property(lambda self: {"ways": [(self.way, self.mean, self.logit)], "tokens": self.tokens})  # what the JSON has
 
 
 def equal(ratio: Estimate, explained: Estimate = EXACT) -> bool:
@@ -73,7 +70,7 @@ def measure_floor(side: Side, ids: Tensor, *dtypes: torch.dtype | None, tokens: 
         found, logit = [*found, measure_rows(one[:-1], two[:-1], row[1:], 1)[:3]], max(logit, max_abs(two, one))
     logp_a, logp_b, kl = map(torch.cat, zip(*found, strict=True))
     name, bootstrap = f"rounding to {' and '.join(map(dtype_label, dict.fromkeys(floats)))}", Bootstrap(len(kl))
-    return Floor(((name, bootstrap.mean(kl).through(positive), logit),), len(ids), perplexity_ratio(logp_a, logp_b, bootstrap))
+    return Floor(name, bootstrap.mean(kl).through(positive), logit, len(ids), perplexity_ratio(logp_a, logp_b, bootstrap))
 
 
 def _rounded_runs(model: GPT2, row: Tensor, vocab: int | None, dtypes: dict[int, torch.dtype]) -> list[Tensor]:
@@ -116,7 +113,7 @@ class Noise(Printed):
         return as_json(vars(self))
 
     def sections(self) -> Iterator[Section]:
-        explained = [Way(f"{name}, explained", kl, logit, "") for name, kl, logit in (self.floor.ways if self.floor else ())]
+        explained = [Way(f"{floor.way}, explained", floor.mean, floor.logit, "")] if (floor := self.floor) else []
         kind = f", in {self.model.dtype}" if self.model.dtype else ""
         yield Section(note=("\n", bold(self.model.name), "  ", dim(f"the floor of noise{kind}")))
         yield Section(note=dim(f"{self.text.name}: {self.text.tokens:,} tokens in rows of {self.text.context}\n"))

@@ -1,9 +1,9 @@
-"""Compare the first of several sides with each other one: a list of pairs, each with chosen parts. Two models are one pair."""
+"""Compare the first of several sides with each other one: a list of pairs. Two models are one pair, measured in every part."""
 
 import itertools
 import math
 import time
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import fields, replace
 from pathlib import Path
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.keys import expected
-from gpt2.comparison.activations import compare_activations
 from gpt2.comparison.blame import TOKENS, find_blame
 from gpt2.comparison.cases import compare_cases
 from gpt2.comparison.compatibility import Compatibility, fit, require_same_function
@@ -27,7 +26,7 @@ from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
 from gpt2.comparison.sides.side import Read, Shown, Side, environment_of
 from gpt2.comparison.sides.trace_side import require_name, saving
-from gpt2.comparison.weights import WeightChanges, beyond_rounding, compare_weights, distance, quantisation
+from gpt2.comparison.tensors import WeightChanges, beyond_rounding, compare_activations, compare_weights, distance, quantisation
 from gpt2.comparison.words import compare_words
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
@@ -57,13 +56,13 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
     where its logits are too many to keep.
     """
     started, several, seed = time.perf_counter(), len(models) > 2, settings.seed
-    parts, saved = frozenset(() if several else Shown), settings.save and require_name(settings.save)
+    saved = settings.save and require_name(settings.save)
     sides = open_sides(*(each.model for each in models), settings=settings)
     for side in sides:
         side.require_head(side.vocab_size)  # of a recording
     passage, env = open_passage(sides, settings), environment_of(sides)
     first, *others = sides
-    fits = [fit(first, each, passage.ids, parts) for each in others]
+    fits = [fit(first, each, passage.ids, several=several) for each in others]
     if settings.blame:
         require_same_function(fits[0])
     with ExitStack() as stack:
@@ -77,7 +76,7 @@ def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | C
             stack.close()  # one of the others is in memory at a time
         logits = stack.enter_context(saving(saved, first, passage)) if saved else kept or first.logits
         each_fit = zip(others, fits, strict=True)
-        pairs = [measure(first, side, its, logits, floors, passage, settings, parts) for side, its in each_fit]
+        pairs = [measure(first, side, its, logits, floors, passage, settings, several) for side, its in each_fit]
         compared = [(each.distributions.a, each.logp[0]) for each in pairs if each.distributions and each.logp]
         if saved and not compared:
             what = f"was not run over the text beside {sides[1].name}, so it is not saved"
@@ -137,17 +136,17 @@ def _surer(pair: Pair, ratio: Estimate | None, sides: Sequence[Side], ids: Tenso
 
 
 def measure(
-    a: Side, b: Side, fit: Compatibility, logits: Logits, floors: Floors, passage: Passage, settings: Settings, parts: Set[Shown]
+    a: Side, b: Side, fit: Compatibility, logits: Logits, floors: Floors, passage: Passage, settings: Settings, several: bool
 ) -> Pair:
     """Load b, and measure it beside a, of which ``logits`` are on the windows of the passage, and ``floors`` by b's dtype."""
     seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a, b)
     weights = activations = distributions = words = logp = floor = moved = None
     stored = all(Shown.WEIGHTS in side.shows for side in sides) and "weights" not in fit.impossible
-    if stored and Shown.WEIGHTS in parts:  # before b takes memory
+    if stored and not several:  # before b takes memory
         weights = _weights(*sides, progress)
     progress(f"{b.name}: loading")
     with b:
-        if Shown.ACTIVATIONS in parts and "activations" not in fit.impossible:
+        if not several and "activations" not in fit.impossible:
             start = ids[None, : min(passage.windows.context, TRACED)]
             fit = fit.without(a.left_out(start) | b.left_out(start))
             if "activations" not in fit.impossible:
@@ -157,7 +156,7 @@ def measure(
             measured = measure_pair(logits, b.logits, ids, passage.windows, progress=progress)
             distributions = summarise(measured, passage.token_bytes(a.text_tokenizer), bootstrap)
             language, logp = distributions.b, (measured.logp_a, measured.logp_b)
-            if Shown.LOGITS in parts and a.text_tokenizer is not None and b.text_tokenizer is not None:
+            if not several and a.text_tokenizer is not None and b.text_tokenizer is not None:
                 words = compare_words([(a, a.text_tokenizer), (b, b.text_tokenizer)], measured, passage, progress)
             del measured
         else:
@@ -166,7 +165,7 @@ def measure(
         last_words = _last_words(b, passage, seed, progress)
         if distributions is not None:
             floor = floors.get(b.dtype) or measure_floor(b, ids, a.dtype, b.dtype)
-    if stored and Shown.WEIGHTS not in parts:  # of mapped files, whose pages are memory too
+    if stored and several:  # of mapped files, whose pages are memory too
         config, *read = _shared(*sides, mapped=True)
         moved = distance(expected(config), *read, progress=progress)
     parts_of: dict[str, Any] = {"distributions": distributions, "weights": weights, "activations": activations, "words": words}

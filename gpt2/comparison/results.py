@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 from gpt2.comparison import charts
-from gpt2.comparison.activations import Activations
 from gpt2.comparison.blame import Blame
 from gpt2.comparison.cases import Cases
 from gpt2.comparison.compatibility import Compatibility
@@ -16,7 +15,7 @@ from gpt2.comparison.distributions import Distributions
 from gpt2.comparison.noise import EXACT, Floor, equal
 from gpt2.comparison.passage import Scored
 from gpt2.comparison.sides.side import ComparedModel
-from gpt2.comparison.weights import WeightChanges
+from gpt2.comparison.tensors import Activations, WeightChanges
 from gpt2.comparison.words import NEW_TOKENS, Words
 from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords

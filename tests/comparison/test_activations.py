@@ -11,7 +11,7 @@ from support.hf_layouts import TINY
 from support.random_models import random_model
 from torch import Tensor, nn
 
-from gpt2.comparison.activations import Blocks, compare_activations
+from gpt2.comparison.tensors import Blocks, compare_activations
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace, trace_blocks
 from gpt2.model import GPT2

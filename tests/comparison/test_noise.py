@@ -29,7 +29,7 @@ def test_a_batch_and_padding_round_and_do_no_more(found: Noise, base: Path, text
     assert found.floor is not None
     for way in (batch, padding):
         assert way.kl.value <= found.floor.kl
-        assert way.logit <= 2 * found.floor.ways[0][2]
+        assert way.logit <= 2 * found.floor.logit
         assert way.flipped == 0
     assert dtype.name == "in bfloat16"
     compared = gpt2.compare(str(base), f"{base}:bf16", on=text, tokens=200)
@@ -54,7 +54,7 @@ def test_padding_without_its_mask_is_seen(base: Path, text: str, monkeypatch: py
 
 def test_the_table_and_the_json_say_one_thing(found: Noise, base: Path, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The line that a reader acts on must have the floor's own figures, and 80 columns."""
-    said = f"In float32 a KL must exceed {found.floor.kl:.2g} nats, and a logit move by more than {found.floor.ways[0][2]:.2g}"
+    said = f"In float32 a KL must exceed {found.floor.kl:.2g} nats, and a logit move by more than {found.floor.logit:.2g}"
     assert said in " ".join(found.table(80).split())
     assert max(map(len, found.table(80).splitlines())) <= 80
     model = str(base)

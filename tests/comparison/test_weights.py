@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gpt2.comparison import weights as module
-from gpt2.comparison.weights import compare_weights
+from gpt2.comparison import tensors as module
+from gpt2.comparison.tensors import compare_weights
 
 
 def one(a: Tensor, b: Tensor):

@@ -13,7 +13,7 @@ from support.training import outcome, stop_at
 from gpt2.data import from_directory, tokenizing
 from gpt2.data.batches import batch
 from gpt2.data.bpe import chars_of
-from gpt2.train import feed
+from gpt2.train import step as feed
 from gpt2.train.corpus import corpus
 from gpt2.train.loop import Evaluated, Started, train
 from gpt2.train.parallel import Ranks

@@ -88,6 +88,7 @@ class CheckpointSide(Side):
         require_finite(logits, self.name, self.program)  # it names the weights
 
     def class_scores(self, ids: Tensor) -> Tensor:
+        """Return the score of each class of ``classifier`` for a text of (1, T) ``ids``."""
         trunk: Any = self.gpt2 or self.program.transformer
         ids = ids.to(trunk.wte.weight.device)
         hidden: Tensor = trunk.hidden(ids) if self.gpt2 else trunk(ids).last_hidden_state

@@ -210,10 +210,6 @@ class Side(ABC):
                 how = "export it with the head (logits = x @ wte.T; of ONNX: --task text-generation)"
                 raise InputError(f"{self.name}: gives {what}; {how}")
 
-    def class_scores(self, ids: Tensor) -> Tensor:
-        """Return the score of each class of ``classifier`` for a text of (1, T) ``ids``."""
-        raise NotImplementedError
-
     def require_finite(self, logits: Tensor) -> None:
         """Raise InputError: one is NaN or infinite."""
         if bad := int((~logits.isfinite()).sum()):

@@ -1,7 +1,7 @@
-"""Compare two models' weights tensor by tensor, read from disk, with one pair in memory at a time.
+"""Compare two models tensor by tensor: their weights, read from disk, and their activations on one text.
 
-All sums are in float64. The rank of a difference reveals a LoRA: singular values come from the smaller Gram matrix, and those
-that rounding alone could produce are not counted.
+One pair of weights, or one block of activations of each, is in memory at a time. All sums are in float64. The rank of a
+difference reveals a LoRA: singular values come from the smaller Gram matrix, without those that rounding alone could produce.
 """
 
 import math
@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -16,8 +17,10 @@ from torch import Tensor
 from gpt2.checkpoint.gguf_writer import TYPES, as_stored
 from gpt2.checkpoint.keys import layer
 from gpt2.comparison.sides.side import Read
+from gpt2.errors import InputError
 from gpt2.int8 import rounded_parameter
-from gpt2.measure.metrics import Progress, cosine, norms, silent
+from gpt2.measure.metrics import Progress, cosine, max_abs, norms, relative_error, silent
+from gpt2.measure.tracing import Recorded, layer_of
 
 ROUNDINGS: dict[str, Callable[[str, Tensor], Tensor]] = {  # type -> a parameter by its name, rounded to the type, in float32
     **{type: partial(as_stored, type=type) for type in TYPES},
@@ -208,3 +211,60 @@ def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
 def beyond_rounding(a: Read, b: Read, changed: Iterable[str], type: str) -> Iterator[str]:
     """Yield the parameters of b that are not a's, rounded to a type of ``ROUNDINGS``."""
     return (name for name in changed if not torch.equal(ROUNDINGS[type](name, a(name)), b(name).float()))
+
+
+Blocks = Callable[[Tensor], Iterator[Recorded]]  # ids (1, T) -> activations, one block at a time
+
+
+@dataclass(frozen=True)
+class ActivationChange:
+    """The difference of b from a at one recorded point.
+
+    ``error`` is the Frobenius norm of the difference over that of a; ``sqnr`` is the same in decibels (-20 log10), infinite if
+    nothing differs. ``cosine`` is of the flattened activations.
+    """
+
+    point: str
+    layer: int | None
+    error: float
+    max_abs: float
+    sqnr: float
+    cosine: float
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Every point in the order of computation, on ``tokens`` tokens of the text."""
+
+    tokens: int
+    threshold: float
+    points: tuple[ActivationChange, ...]
+
+    @property
+    def first_past(self) -> ActivationChange | None:
+        """The first point whose error is above the threshold."""
+        return next((point for point in self.points if not point.error <= self.threshold), None)
+
+
+def compare_activations(a: Blocks, b: Blocks, ids: Tensor, threshold: float, progress: Progress = silent) -> Activations:
+    """Compare two models of one shape, given by the functions that trace them, over (1, T) ``ids``, block by block."""
+    points, nothing = [], Recorded()
+    for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):
+        if not (block_a and block_b):
+            raise InputError("activations: one model has more blocks than the other; compare two with the same number of layers")
+        progress(f"activations: {next(reversed(block_a))}")
+        points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
+    return Activations(ids.numel(), threshold, tuple(points))
+
+
+def _change(name: str, a: Tensor, b: Tensor) -> ActivationChange:
+    if name == "logits":
+        width = min(a.size(-1), b.size(-1))  # the vocabularies may be padded to different lengths
+        a, b = a[..., :width], b[..., :width]
+    if a.shape != b.shape:
+        raise InputError(f"activations: {name} is {tuple(a.shape)} in one and {tuple(b.shape)} in the other; save it again")
+    error = relative_error(b, a)
+    sqnr = math.inf if error == 0 else -20 * math.log10(error) if math.isfinite(error) else -math.inf
+    x, y = a.double().flatten(), b.double().flatten()
+    angle = cosine(float(x @ y), float(x @ x), float(y @ y))
+    return ActivationChange(name, layer_of(name), error, max_abs(a, b), sqnr, angle)
