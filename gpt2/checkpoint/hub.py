@@ -22,7 +22,7 @@ from typing import Any
 from gpt2.checkpoint.names import ADAPTED, ADAPTER, LAYOUTS, OFFICIAL, OLD_LAYOUTS
 from gpt2.checkpoint.official import other_than_official
 from gpt2.data.client import check_environment, one_line
-from gpt2.data.files import SMALL, read_all, warn_once, written_aside
+from gpt2.data.files import SMALL, read_all, warn_once, write
 from gpt2.errors import CheckpointError, InputError, did_you_mean
 
 # Weights: only the first name that exists, with the files that match its pattern.
@@ -223,9 +223,7 @@ def _require_hash(repo: str, file: Path, expected: str, *, mend: bool) -> None:
         advice = advice if mend else "run once online"
         raise CheckpointError(f"{repo}: {what}: {advice}")
     with contextlib.suppress(OSError):  # in a read-only home it is hashed again by the next load
-        record.parent.mkdir(parents=True, exist_ok=True)
-        with written_aside(record) as out:
-            out.write(stamp)
+        write(record.parent, {record.name: stamp})
     return None
 
 

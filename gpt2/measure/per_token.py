@@ -4,7 +4,6 @@
 """
 
 import math
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields
 from typing import Any
@@ -88,24 +87,20 @@ def measure_pair(
 
 
 def measure_rows(a: Tensor, b: Tensor, targets: Tensor, top: int) -> list[Tensor]:
-    """Run :func:`_measure` on slices of the rows, one thread each."""
-    return in_shares(lambda mine: _measure(a[mine], b[mine], targets[mine], top), a)
-
-
-def in_shares(measure: Callable[[slice], list[Tensor]], rows: Tensor) -> list[Tensor]:
-    """Measure slices of the rows (R, V), one thread each; concatenate the columns.
+    """Run :func:`_measure` on slices of the rows, one thread each; concatenate the columns.
 
     torch's own threads would synchronise after each small step, which was measured as thirty times slower than one thread.
     """
-    count, threads = len(rows), torch.get_num_threads()
-    workers = 1 if rows.is_cuda else max(1, min(threads, count, rows.numel() // SHARE))
+    count, threads = len(a), torch.get_num_threads()
+    workers = 1 if a.is_cuda else max(1, min(threads, count, a.numel() // SHARE))
     if workers == 1:
-        return measure(slice(0, count))
+        return _measure(a, b, targets, top)
 
     def share(i: int) -> list[Tensor]:
         torch.set_num_threads(1)  # of this thread
+        mine = slice(count * i // workers, count * (i + 1) // workers)
         with torch.inference_mode():
-            return measure(slice(count * i // workers, count * (i + 1) // workers))
+            return _measure(a[mine], b[mine], targets[mine], top)
 
     try:
         with ThreadPoolExecutor(workers) as pool:

@@ -93,7 +93,8 @@ class RecordReport(Printed):
         """Whether every computed number agrees."""
         return all(record.ok for record in self.records)
 
-    def to_dict(self) -> dict[str, Any]:
+    @property
+    def figures(self) -> dict[str, Any]:
         numbers = sum(record.numbers for record in self.records if not record.not_computed)
         counts = {"ok": self.ok, "numbers": numbers, "reproduced": sum(record.reproduced for record in self.records)}
         own = ("numbers", "reproduced", "ok")
@@ -102,7 +103,7 @@ class RecordReport(Printed):
 
     def line(self) -> str:
         """``"31 of 31 numbers recorded by 7 other projects"``, and what was not computed, with the reasons."""
-        counts, missing = self.to_dict(), [record for record in self.records if record.not_computed]
+        counts, missing = self.figures, [record for record in self.records if record.not_computed]
         projects = len({record.source.project for record in self.records if not record.not_computed})
         by = f"{projects} other project{'s' * (projects != 1)}"
         line = f"{counts['reproduced']} of {counts['numbers']} numbers recorded by {by}"

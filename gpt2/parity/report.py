@@ -166,7 +166,6 @@ class Report(Printed):
             **vars(self),
             "seconds": round(self.seconds, 2),
             "checks": [{**vars(check), "ok": check.ok} for check in self.checks],
-            "record": self.record.to_dict() if self.record else None,
         }
         return as_json(body)
 

@@ -30,18 +30,6 @@ class TokenRows:
     targets: Tensor
     source: str
 
-    @classmethod
-    def of(cls, ids: Tensor, source: str, targets: Tensor | None = None) -> "TokenRows":
-        """Return rows of ids; each next id is the row's own, and the last one of a row is unknown unless ``targets`` has it."""
-        if targets is None:
-            targets = torch.cat((ids[:, 1:], ids.new_full((len(ids), 1), NO_TARGET)), dim=1)
-        return cls(ids, targets, source)
-
-    @property
-    def complete(self) -> bool:
-        """Whether every token has a next one."""
-        return bool((self.targets != NO_TARGET).all())
-
 
 def as_rows(ids: object, what: str, config: GPT2Config, *, also: int = 0) -> Tensor:
     """Return ids, an array (T,) or (B, T) of any integers, as int64 (B, T); ``also`` is allowed beside the vocabulary.

@@ -188,8 +188,10 @@ def _batch(
         raise InputError(f"ids are given, so {'text' if text is not None else 'tokens'} has no effect; give one of them")
     what = str(ids) if isinstance(ids, str | Path) else "ids"
     rows = as_rows(read_ids(ids) if isinstance(ids, str | Path) else ids, what, checkpoint.config)
-    if targets is not None:
-        targets = as_rows(targets, "targets", checkpoint.config, also=NO_TARGET)
-        if targets.shape != rows.shape:
-            raise InputError(f"targets: have the shape {list(targets.shape)}, the ids {list(rows.shape)}; give one for each id")
-    return TokenRows.of(rows, "the ids given" if what == "ids" else what, targets)
+    if targets is None:
+        following = torch.cat((rows[:, 1:], rows.new_full((len(rows), 1), NO_TARGET)), dim=1)
+    else:
+        following = as_rows(targets, "targets", checkpoint.config, also=NO_TARGET)
+        if following.shape != rows.shape:
+            raise InputError(f"targets: have the shape {list(following.shape)}, the ids {list(rows.shape)}; give one for each id")
+    return TokenRows(rows, following, "the ids given" if what == "ids" else what)
