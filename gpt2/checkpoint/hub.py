@@ -1,8 +1,4 @@
-"""Fetch files from the Hub with `huggingface_hub`: choose them, hash each one once, and make every failure one line.
-
-The library lists, downloads, locks, retries and caches. It checks a file's size alone, so each file is hashed on its first load
-against what the Hub declares: the name of its blob in the cache, else the hash in the commit's listing.
-"""
+"""Fetch files from the Hub with `huggingface_hub`: choose them, hash each one once, and make every failure one line."""
 
 import contextlib
 import errno

@@ -53,9 +53,6 @@ class Repository:
 def plan(folder: str | Path, repo: str) -> Plan:
     """Choose the files of ``folder`` to publish, and check them; no request is made, and the folder is not changed.
 
-    The weights that the model is read from are sent, and by name: config, tokenizer, card, curves, LoRA adapter. The card that is
-    sent names ``repo``, unless a person has edited it.
-
     Raises InputError: not OWNER/NAME, no such folder, its model does not load or computes no numbers, its weights are in another
     format, a file is a link that leads out of it, or its card has other figures than gpt2 wrote.
     """

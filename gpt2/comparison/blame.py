@@ -1,11 +1,8 @@
 """Find which parts of b make it differ from a: put parts of b into a, and measure what each does to the predictions.
 
-Both must have the same shape and compute the same function, so that a's tensors can be replaced by b's. A block replaced
-leaves everything before it as it was: the residual streams of a and of b before every block are kept for one batch of
-windows, and a variant runs only from the first block in which it differs from both.
-
-KL does not add up: parts that each carry a little may carry more, or less, together. So each part is measured alone, and in
-order from the embeddings to the last norm, where the last figure is that of all of b's weights.
+Both must have the same shape and compute the same function. The residual streams of a and of b before every block are kept for
+one batch of windows, and a variant runs only from the first block in which it differs from both. KL does not add up, so each
+part is measured alone, and in order from the embeddings to the last norm.
 """
 
 import itertools

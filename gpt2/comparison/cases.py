@@ -1,10 +1,7 @@
 """Compare two models on the user's own questions, or labelled texts: which turned from right to wrong, and back (``--cases``).
 
-A question is a prompt and the text that is expected after it. It is right if greedy decoding answers with that text, and nothing
-else, up to the end of a text that the model writes; spaces around both do not count. The prompt is encoded apart from the answer,
-as in training, in the model's chat format where it has one; elsewhere a space is put between two words, as in "The capital is",
-"Paris". A labelled text is right if a classifier's likeliest class is its label; a model without a classifier's head is asked
-which label is likeliest after the text.
+README.md says which answer is right. A prompt is encoded apart from the answer, as in training, in the model's chat format where
+it has one; elsewhere a space is put between two words, as in "The capital is", "Paris".
 """
 
 import math

@@ -1,10 +1,7 @@
 """Check an export: open it in every program that is installed, and hold what each computes against the source model.
 
-The reference is the source model, not the file: its weights, rounded here to the type of the file, in float64. Our own loader
-and the ``gguf`` package must read exactly these weights. transformers, CTranslate2 and llama.cpp must compute their logits: each
-may be twice as far from the reference as rounding explains in a model that rounds where that program rounds. llama.cpp takes
-its GELU from a table over float16, and rounds what it multiplies with an F16, BF16 or Q8_0 matrix to that type as well (ggml-cpu:
-vec.h, vec_dot_type).
+README.md says what each must give. llama.cpp takes its GELU from a table over float16, and rounds what it multiplies with an F16,
+BF16 or Q8_0 matrix to that type as well (ggml-cpu: vec.h, vec_dot_type).
 """
 
 import importlib

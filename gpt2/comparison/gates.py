@@ -107,9 +107,7 @@ class Gate:
 class Judgement:
     """Whether a gate's condition is met; ``judged`` is the figure that was held against the threshold.
 
-    A metric with a 95 % interval is judged by the end that lies farther in the operator's direction: the upper end for ``>``,
-    the lower end for ``<``. So a build passes only if the whole interval passes. A single value has none and is judged itself. A
-    metric that is NaN meets every condition.
+    That is the far end of its 95 % interval: the upper one for ``>``, the lower one for ``<``. NaN meets every condition.
     """
 
     gate: Gate

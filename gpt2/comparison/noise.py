@@ -35,8 +35,7 @@ EXACT = Estimate(1.0, 1.0, 1.0)  # a ratio of what is equal
 class Floor:
     """KL between two right runs, and the largest difference of a logit. A difference that is not above means nothing.
 
-    ``ratio`` is that of their perplexities. KL grows with the square of a small change of the weights, and the loss linearly: a
-    KL that is not above its floor may stand beside a ratio that is.
+    ``ratio`` is that of their perplexities: one that is above its floor may stand beside a KL that is not.
     """
 
     way: str  # what makes the runs differ

@@ -50,11 +50,7 @@ class Saved(NamedTuple):
 
 
 def compare_sides(models: Sequence[Saved], settings: Settings) -> Comparison | Comparisons:
-    """Compare the first side with each other one: two in every part, of several what tells which is best.
-
-    Errors are those of :func:`gpt2.comparison.run.compare`. Of several, one model is in memory at a time, and the first beside it
-    where its logits are too many to keep.
-    """
+    """Compare the first side with each other one: two in every part, of several what tells which is best."""
     started, several, seed = time.perf_counter(), len(models) > 2, settings.seed
     saved = settings.save and require_name(settings.save)
     sides = open_sides(*(each.model for each in models), settings=settings)

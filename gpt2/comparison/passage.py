@@ -57,8 +57,7 @@ class Passage:
     def token_bytes(self, tokenizer: Tokenizer | None) -> Tensor:
         """Return the bytes that each token stands for, (V,) or longer; ones where neither a tokenizer nor a recording tells.
 
-        A byte-level token has its own. What a normaliser drops, an unknown token and a space between words depend on the text:
-        then these are the token's mean bytes of this very text, and all of them together are the text's UTF-8 bytes.
+        Where they depend on the neighbours, these are the token's mean bytes of this very text.
         """
         if self.lengths is not None:
             return self.lengths

@@ -93,10 +93,7 @@ def passages(js: Tensor, count: int = 5, length: int = PASSAGE) -> list[tuple[in
 
 
 def compare_words(both: Both, measured: Tokens, text: Passage, progress: Progress) -> Words:
-    """Show a measured pair's differences on a text, and continue its beginning and the two worst passages.
-
-    Nothing is continued where a side is a recording of this text.
-    """
+    """Show a measured pair's differences on a text, and continue its beginning and the two worst passages."""
     ids, context, tokenizers = text.ids, text.windows.context, [tokenizer for _, tokenizer in both]
 
     def word(at: int) -> Word:

@@ -1,8 +1,6 @@
 """Open a folder's tokenizer, with the ids that transformers' `AutoTokenizer` gives for that folder.
 
-The class that tokenizer_config.json names, else config.json, else the one of its model type decides. The library `tokenizers`
-runs `tokenizer.json` as it is, and GPT-2's vocab.json and merges.txt are read here, wherever that class does nothing else.
-AutoTokenizer itself runs everything else (:mod:`gpt2.data.adapter`); importing it takes a second.
+gpt2/checkpoint/README.md says what runs which files; importing AutoTokenizer itself (:mod:`gpt2.data.adapter`) takes a second.
 
 Source: huggingface/transformers 5.24, models/auto/tokenization_auto.py, tokenization_utils_base.py (`_from_pretrained`),
 tokenization_utils_tokenizers.py (`TokenizersBackend`), models/gpt2/tokenization_gpt2.py.

@@ -68,10 +68,7 @@ class Judge:
 
         The inputs are float64, of numbers that the dtype has too, or integers. ``where`` is the place of all results, or of each.
         An error of up to ``ratio`` times what rounding explains holds: the error of a run with random errors, or the largest of
-        several. verify takes their root mean square, 4 to 6 % less on the embedded model (at most a quarter). But thousands
-        of results judge a device, and where few numbers make all of one, their errors may all be small by chance: tiny-gpt2's
-        100,514 logits come from 2 numbers a token, and in bfloat16 a right CPU is off by 2.3 times the root mean square.
-        Raises InputError: out of memory.
+        several (README.md says why). Raises InputError: out of memory.
         """
         named = operator, condition, dtype_label(self.dtype)
         places = [where] if isinstance(where, str) else where

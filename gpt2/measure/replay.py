@@ -1,7 +1,6 @@
 """Repeat each call of PyTorch that a float64 run makes, forwards and backwards, elsewhere: on another device for example.
 
-Each gets the inputs of this run, so a wrong call does not make the later ones wrong. The inputs lie in memory as in this run
-(transposed, or a part of a larger tensor), and of a call in place all of that memory is the result.
+Its inputs lie in memory as in this run (transposed, or a part of a larger tensor); of a call in place all of that is the result.
 """
 
 from collections.abc import Callable, Mapping, Sequence

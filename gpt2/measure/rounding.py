@@ -145,11 +145,7 @@ def explained_errors(model: GPT2, ids: Tensor, dtype: torch.dtype, exact: Record
 
 
 def of_the_machine(error: float, other: float, apart: float) -> bool:
-    """Return whether two errors against float64 are the machine's: the two results differ far less from each other (``apart``).
-
-    Two implementations that are right in float64 err alike only where they call the same kernel. One that is imprecise alone is
-    as far from the other as from float64.
-    """
+    """Return whether two errors against float64 are the machine's: the two results are far nearer to each other (``apart``)."""
     return apart <= SAME_ERRORS * min(error, other)
 
 

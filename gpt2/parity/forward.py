@@ -206,11 +206,9 @@ def _read(
 def _windows(subject: Subject, noise: Sequence[float]) -> None:
     """Compare the logits of whole contexts, on the default path, in float64; the first one also in ``dtype``.
 
-    Our model reads the first one through a cache too, by what the final norm gives: the head takes each position alone.
-
-    In ``dtype``, what rounding explains at the final norm of the traced rows (``noise``) stands for every position at first. No
-    difference hides in this: each position is compared by itself, in float64 and in ``dtype``, and a right model's error changes
-    little with the position (by 1.5 over 1,024, see README.md). Where it is over the bound, whole contexts run with noise.
+    Our model reads the first one through a cache too, by what the final norm gives: the head takes each position alone. In
+    ``dtype``, what rounding explains at the final norm of the traced rows (``noise``) stands for every position at first, as
+    README.md explains. Where an error is over the bound, whole contexts run with noise.
     """
     findings, windows, (ours, reference) = subject.findings, subject.probe.windows, (subject.ours, subject.reference)
     for index, window in enumerate(windows):

@@ -159,11 +159,7 @@ def _compare(subject: Subject) -> None:
 
 
 def _decide(stage: Callable[[Subject], None], subject: Subject) -> None:
-    """Run a stage; again, with more random errors, where rounding alone speaks against a model.
-
-    A few random errors may all be small ones. Where softmax is nearly a choice (weights much larger than usual), most are small
-    and few are large, so that a right model would be refused now and then.
-    """
+    """Run a stage; again, with more random errors, where rounding alone speaks against a model: a few may all be small ones."""
     findings, subject.draws = subject.findings, 1
     before, finished = {id: len(points) for id, points in findings.points.items()}, set(findings.finished)
     try:

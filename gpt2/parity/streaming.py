@@ -1,10 +1,7 @@
 """Run a whole model, ours or transformers', in another dtype with the weights of one block at a time.
 
-The model's own ``forward`` and ``backward`` run; only the memory of its parameters changes. When a block is entered, its
-parameters get values in the dtype of the run, and afterwards the stored ones. Code that keeps a copy of a weight would fail.
-
-In training, a block keeps its input only. Its backward pass computes it again, one sequence at a time, so that each sequence's
-gradients are seen (gradient checkpointing: Chen et al., arXiv:1604.06174).
+The model's own ``forward`` and ``backward`` run; only the memory of its parameters changes, so code that keeps a copy of a weight
+would fail. README.md says how (gradient checkpointing: Chen et al., arXiv:1604.06174).
 """
 
 import math

@@ -65,10 +65,8 @@ def copied(model: GPT2 | Bigram, recipe: Recipe) -> GPT2 | Bigram:
 def with_tokens(model: GPT2, tokenizer: Tokenizer, recipe: Recipe) -> tuple[GPT2, Tokenizer]:
     """Return the model and its tokenizer with the recipe's ``data.add_tokens``; both unchanged if they have them already.
 
-    A new token's row is the mean of the rows that its text had before, with noise of a hundredth of all rows' spread, so that
-    tokens with equal parts can part. Its logit is about the mean of theirs: the other tokens lose little probability to it, and
-    keep their ratios. A row drawn at random has logits near 0; where the others' are near -100, as GPT-2's, it would get all the
-    probability (Hewitt, "Initializing New Word Embeddings for Pretrained Language Models", 2021, averages all). Old rows stay.
+    A new token's row is the mean of the rows that its text had before (README.md says why), with noise of a hundredth of all
+    rows' spread, so that tokens with equal parts can part. Old rows stay.
     """
     grown = tokenizer.with_tokens(recipe.data.add_tokens)
     if grown is tokenizer:

@@ -1,7 +1,6 @@
 """Write the checkpoints of an FSDP run from all ranks at once: each writes its own rows, and none gathers the whole.
 
-The files are safetensors as torch.distributed.checkpoint's ``HuggingFaceStorageWriter`` lays them out, which DCP reads on any
-number of ranks. DCP's own layout has a pickle (``.metadata``); its writer copies a rank's part, and orders headers at random.
+The layout is that of torch.distributed.checkpoint's ``HuggingFaceStorageWriter``; README.md says why its writer is not used.
 """
 
 import json

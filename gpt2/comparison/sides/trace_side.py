@@ -1,7 +1,7 @@
 """The side ``trace:FILE``: what another side showed, whole logits in a safetensors file, and how ``compare --save`` writes one.
 
-``gpt2 trace`` also writes one, and any program that saves ``ids`` (T,) or (B, T) and ``logits`` (T, V) or (B, T, V): rows that
-were run alone. In a file of ``--save`` N are the tokens, M the scored ones in the order of the windows, V the vocabulary::
+README.md lists other files that are such a side. In one of ``--save`` N are the tokens, M the scored ones in the order of the
+windows, V the vocabulary::
 
     token_bytes   (V,) float64: the bytes that each token stands for; zeros where no tokenizer was known
     ids           (N,) int64
