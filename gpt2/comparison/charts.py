@@ -23,10 +23,7 @@ if TYPE_CHECKING:
 
 
 def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> str:
-    """Draw (traced point, relative error) in the order of computation, wide and narrow; nothing if no error is above 0.
-
-    A dot is a point; lines run along the stream and along each branch. The ``threshold`` is drawn where it is near.
-    """
+    """Draw (traced point, relative error) in the order of computation, wide and narrow; nothing if no error is above 0."""
     value = {point: error if math.isfinite(error) and error > 0 else math.nan for point, error in errors}
     places = {point: place for place, point in enumerate(value)}
     stream = [point for point in value if point == "embed" or (point.startswith("h.") and point.count(".") == 1)]

@@ -94,12 +94,7 @@ def check_export(
     started = time.perf_counter()
     progress("check: the source in float64")
     model, tokenizer, _ = exported_model(of or done.model, revision, offline)
-    types = _types(model, done)
-    weights = {name: rounded(name, tensor, types[name]) for name, tensor in model.state_dict().items()}
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(model.config.vocab_size, (1, min(TOKENS, model.config.n_positions)), generator=generator)
-    truth = model_with(model.config, ((name, tensor.double()) for name, tensor in weights.items()))(ids)[0]
-    check = _Check(done, model, tokenizer, weights, types, ids, truth)
+    check = _Check(done, model, tokenizer)
     rows, missing = [check.by("loader", "gpt2")], []
     for module, (program, command, format) in PACKAGES.items():
         if format == done.format and importlib.util.find_spec(module) is None:
@@ -107,8 +102,8 @@ def check_export(
         elif format == done.format:
             progress(f"check: {program}")
             rows.append(check.by(module, program))
-    rounding = check.distance(model.double()(ids)[0])
-    return ExportCheck(tuple(rows), tuple(missing), rounding, ids.size(1), time.perf_counter() - started)
+    rounding = check.distance(model.double()(check.ids)[0])
+    return ExportCheck(tuple(rows), tuple(missing), rounding, check.ids.size(1), time.perf_counter() - started)
 
 
 def _types(model: GPT2, done: Export) -> dict[str, str]:
@@ -140,19 +135,16 @@ def q8_0(x: Tensor) -> Tensor:
     return (numbers.clamp(-127, 127) * stored).reshape(x.shape)
 
 
-@dataclass(frozen=True)
 class _Check:
     """One export, with what the programs must compute on ``ids`` (1, T): ``truth`` (T, V) in float64."""
 
-    done: Export
-    model: GPT2
-    tokenizer: Tokenizer | None
-    weights: Mapping[str, Tensor]
-    types: Mapping[str, str]
-    ids: Tensor
-    truth: Tensor
-
-    folder = property(lambda self: Path(self.done.directory))
+    def __init__(self, done: Export, model: GPT2, tokenizer: Tokenizer | None) -> None:
+        self.done, self.model, self.tokenizer, self.folder = done, model, tokenizer, Path(done.directory)
+        self.types = _types(model, done)
+        self.weights = {name: rounded(name, tensor, self.types[name]) for name, tensor in model.state_dict().items()}
+        generator = torch.Generator().manual_seed(0)
+        self.ids = torch.randint(model.config.vocab_size, (1, min(TOKENS, model.config.n_positions)), generator=generator)
+        self.truth = self._ours(torch.float64)(self.ids)[0]
 
     def distance(self, logits: Tensor) -> float:
         off = (logits.double()[..., : self.truth.size(-1)] - self.truth).square().mean().sqrt()

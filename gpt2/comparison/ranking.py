@@ -26,9 +26,8 @@ from gpt2.pages.reports import Column, Line, Printed, Section, as_json, bold, di
 class Pair(Measured):
     """One of the models, and what was measured of it beside the first one; of the first, what it shows alone.
 
-    ``size`` is of its weights alone, in bytes as they are stored, or of the dtype in which it runs; of an engine, of its files;
-    None where it has no files here. ``tokens_per_second`` are of the forward passes over the text. ``language`` is over its own
-    tokens where these are not the first's. ``moved`` is the norm of the weights' change from the first model over the norm.
+    ``size`` and ``tokens_per_second`` are those of its :class:`Side`. ``language`` is over its own tokens where these are not the
+    first's. ``moved`` is the norm of the weights' change from the first model over the norm.
     """
 
     model: ComparedModel

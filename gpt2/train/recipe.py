@@ -73,11 +73,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class Data:
-    """The text and its tokenizer.
-
-    Of a single text the last part is held out, of several documents those that a hash of their text and ``split_seed`` chooses;
-    equal documents stay together. Fine-tuning always uses the tokenizer of the initial model.
-    """
+    """The text and its tokenizer; fine-tuning always uses the tokenizer of the initial model."""
 
     source: str = _key("tinyshakespeare", "text: tinyshakespeare, plays (validation: held-out plays), all-plays, or play:NAME")
     path: str = _key("", "file, folder or glob of documents of your own, instead of source")

@@ -32,10 +32,7 @@ TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int
 
 @dataclass(eq=False)
 class EngineSide(Side):
-    """A file or folder that another program runs. It shows logits.
-
-    It is asked one row at a time, as people run it: int8 engines choose a scale for the whole batch, so neighbours move a row.
-    """
+    """A file or folder that another program runs, one row at a time, since neighbours in a batch move a row in int8 engines."""
 
     name: str
     path: Path
