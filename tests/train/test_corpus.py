@@ -14,11 +14,10 @@ from gpt2.data import from_directory, tokenizing
 from gpt2.data.batches import batch
 from gpt2.data.bpe import chars_of
 from gpt2.train import step as feed
-from gpt2.train.corpus import corpus
+from gpt2.train.corpus import SEEDS, corpus
 from gpt2.train.loop import Evaluated, Started, train
 from gpt2.train.parallel import Ranks
 from gpt2.train.recipe import Data
-from gpt2.train.remarks import SEEDS
 from gpt2.train.step import Feed
 
 
