@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Pipeline
 from gpt2.config import quoted
 from gpt2.data.byte_level import LETTER, N_BYTES, PATTERN, Merges, byte_alphabet, openai_byte_order
 from gpt2.data.files import END_OF_TEXT
-from gpt2.data.library import LibraryTokenizer, library, template_around
+from gpt2.data.library import LibraryTokenizer, library
 from gpt2.data.tokenizer import refuse_surrogates
 from gpt2.errors import InputError
 
@@ -63,7 +63,10 @@ def made_bpe(
         backend.add_tokens([AddedToken(token, normalized=True, special=True) for token in special])
         backend.add_tokens([AddedToken(token, normalized=True) for token in matched])
         if any(around):
-            backend.post_processor = template_around(*around, backend)
+            before, behind = around
+            single = " ".join(f"{part}:0" for part in (before, "$A", behind) if part)
+            added = [(token, backend.token_to_id(token)) for token in dict.fromkeys(filter(None, around))]
+            backend.post_processor = processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=added)
         return LibraryTokenizer(backend, roles=roles, merges=merges)
 
 

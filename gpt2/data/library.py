@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Self
 
-from tokenizers import AddedToken, processors
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Backend
 
 from gpt2.config import quoted
@@ -42,13 +42,6 @@ def library(
         kind = "" if type(error) in (Exception, ValueError) else f"{type(error).__name__}: "
         reason = quoted(kind + " ".join(str(error).split()))
         raise InputError(f"{where}: {fault} ({reason}); {remedy}") from None
-
-
-def template_around(before: str | None, behind: str | None, pipeline: Backend) -> Any:
-    """Return a post-processor that puts a token before and one behind every prompt."""
-    single = " ".join(f"{part}:0" for part in (before, "$A", behind) if part)
-    special = [(token, pipeline.token_to_id(token)) for token in dict.fromkeys(filter(None, (before, behind)))]
-    return processors.TemplateProcessing(single=single, pair=f"{single} $B:1", special_tokens=special)
 
 
 def growth(told: Mapping[str, Any]) -> float:

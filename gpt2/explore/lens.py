@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt2.checkpoint.loading import require_rows
 from gpt2.checkpoint.names import DEFAULT
@@ -242,19 +242,13 @@ def text_tokenizers(sides: Sequence[Side]) -> tuple[Tokenizer, ...]:
 
 
 @torch.inference_mode()
-def read_out(model: nn.Module, stream: Tensor) -> Tensor:
-    """Apply the final norm and the head to ``stream`` (..., D), as if it left the last block; return logits on the CPU."""
-    root = root_of(model)
-    return head_of(model, root.ln_f(stream.to(root.wte.weight.device))).cpu()
-
-
 def _look(side: CheckpointSide, tokenizer: Tokenizer, ids: list[int]) -> tuple[Lens, Tensor]:
-    """Return the lens, and the logits (T, V) of the last point."""
-    points = ("embed", *(point_at(layer, "") for layer in range(len(root_of(side.program).h))))
-    readings, attention = [], []
+    """Return the lens: each point's stream goes through the final norm and the head; and the logits (T, V) of the last point."""
+    root, readings, attention = root_of(side.program), [], []
+    points = ("embed", *(point_at(layer, "") for layer in range(len(root.h))))
     for point, block in zip(points, islice(trace_blocks(side.program, torch.tensor([ids])), len(points)), strict=True):
-        # A padded vocabulary is cut to the tokenizer's size.
-        logits = read_out(side.program, block[point])[0, :, : tokenizer.n_vocab]
+        hidden = root.ln_f(block[point].to(root.wte.weight.device))
+        logits = head_of(side.program, hidden)[0, :, : tokenizer.n_vocab].cpu()  # without the padding of the vocabulary
         readings.append(_read(logits, ids, tokenizer))
         attention += [block[name][0].float() for name in block if name.endswith(".attn.weights")]
     tokens = tuple(tokenizer.shown(index) for index in ids)

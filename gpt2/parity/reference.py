@@ -69,16 +69,21 @@ def directory(checkpoint: Checkpoint, progress: Progress = silent) -> Iterator[P
 def load_reference(path: Path, dtype: torch.dtype, stated: GPT2Config | None = None) -> nn.Module:
     """Load ``GPT2LMHeadModel`` in eval mode, without ``reorder_and_upcast_attn`` in float64 (it would use float32).
 
-    Its config is ``stated``, or that of the files, which may say that a head is tied where its values are not.
+    Its config is ``stated``, or that of the files, which may say that a head is tied where its values are not. Raises
+    CheckpointError: transformers cannot open the files.
     """
     config = _transformers_config(stated or read_config(path))
     if dtype == torch.float64:
         config.reorder_and_upcast_attn = False
     safe = any((path / name).is_file() for name in (WEIGHTS, INDEX))
-    with _opening(path):
-        model = _transformers().GPT2LMHeadModel.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=safe
-        )
+    try:
+        with quiet():
+            model = _transformers().GPT2LMHeadModel.from_pretrained(
+                path, config=config, dtype=dtype, attn_implementation="sdpa", local_files_only=True, use_safetensors=safe
+            )
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
+        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
     return model.eval()
 
 
@@ -88,17 +93,6 @@ def _transformers_config(config: GPT2Config) -> Any:
     library = _transformers()
     with quiet():
         return library.GPT2Config(**raw)
-
-
-@contextmanager
-def _opening(path: Path) -> Iterator[None]:
-    """Report a failure of transformers to open the files as a CheckpointError of one line."""
-    try:
-        with quiet():
-            yield
-    except Exception as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-        raise CheckpointError(f"{path}: transformers cannot open it ({reason}); repair the files") from error
 
 
 def reference_cache(model: nn.Module) -> Any:

@@ -93,7 +93,7 @@ def test_mistakes_in_steps(model: str, tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_what_memory_cannot_hold_is_refused_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel ends a process that takes too much, without a word."""
-    batch = TokenRows.of(torch.zeros(4, 64, dtype=torch.int64), "")
+    batch = TokenRows(*[torch.zeros(4, 64, dtype=torch.int64)] * 2, "")
     config = gpt2.GPT2Config()
     monkeypatch.setattr("gpt2.errors.machine_memory", lambda: 4e9)
     require_room(config, batch, 0, 4, trains=False)
