@@ -4,6 +4,7 @@ import copy
 import json
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -15,6 +16,7 @@ from support.ports import PORTS
 from torch import Tensor, nn
 
 import gpt2
+from gpt2.measure.dumps import is_dump
 from gpt2.port.alternatives.entries import likeness
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.recording.dispatch import run_deterministically
@@ -26,9 +28,14 @@ from gpt2.port.terms.report import Diagnosis, Divergence
 
 def port(model: gpt2.GPT2) -> nn.Module:
     """nanoGPT's structure with the checkpoint in it."""
-    module = PORTS["nano"].build(CONFIG)
+    module = PORTS["nano"].build(model.config)
     PORTS["nano"].fill(module, model.state_dict())
     return module
+
+
+@pytest.fixture(scope="module")
+def model(two: gpt2.GPT2) -> gpt2.GPT2:
+    return two
 
 
 D, K = CONFIG.n_embd, CONFIG.head_dim
@@ -161,10 +168,12 @@ def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Mod
     assert said in refusal(diagnose, module, model)
 
 
-def test_models_are_named_or_given_and_in_this_order(model: gpt2.GPT2) -> None:
+def test_models_are_named_or_given_and_in_this_order(model: gpt2.GPT2, tmp_path: Path) -> None:
     """A name was read as a dump's path, and the right model in the first place ended in an AttributeError."""
-    found = diagnose("shakespeare-mini", gpt2.load())
-    assert (found.verdict, found.module, found.checkpoint) == ("equal", "shakespeare-mini", "a model")
+    name = str(gpt2.save(model, None, tmp_path / "own"))
+    found = diagnose(name, model)
+    assert (found.verdict, found.module, found.checkpoint) == ("equal", name, "a model")
+    assert not is_dump("shakespeare-mini")
     assert "the right model, a name or a GPT2; it was given Linear as the second" in refusal(diagnose, model, nn.Linear(2, 2))
 
 
