@@ -1,9 +1,4 @@
-"""``diagnose_step``: find where a training step departs from the reference's, with the cause, the evidence and the fix.
-
-The author's step runs from the checkpoint's weights, in float64 and without dropout, on batches that we choose. What it was
-trained on is read from the gradient of its logits. Then each stage is compared with what the stage before it really gave: the
-gradients, their clipping, and the update of every parameter. So several faults are all found.
-"""
+"""``diagnose_step``: find where a training step departs from the reference's, with the cause, the evidence and the fix."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace

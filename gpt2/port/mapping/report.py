@@ -75,13 +75,8 @@ class MappingReport(Printed):
             words = f"{f'from {shown}; ' * bool(shown)}{_starred([row.transformation for row in rows])}"
             yield Section(note=f"{_starred([row.name for row in rows])}{many}", columns=("", ""), rows=[("  ", words)])
         yield Section(note="")
-        for sign, sentences in (
-            ("?", self.ambiguous),
-            ("✗", self.problems),
-            ("✗", _grouped(self.unfilled)),
-            ("·", _grouped(self.idle)),
-            ("·", self.notes),
-        ):
+        listed = (self.ambiguous, self.problems, _grouped(self.unfilled), _grouped(self.idle), self.notes)
+        for sign, sentences in zip("?✗✗··", listed, strict=True):
             for sentence in sentences:
                 yield Section(note=f"{sign}  {sentence}")
         error = "" if self.logits_error is None else f" (worst error {self.logits_error:.1e} in float64)"

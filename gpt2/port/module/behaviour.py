@@ -123,9 +123,8 @@ class Behaviour:
     def _twice(self, ids: Tensor) -> tuple[list[Tensor], DeterministicMode]:
         """Return the logits of two calls with all that is random in them."""
         self.runs.rewind()
-        return run_deterministically(
-            lambda: [self._logits_in(self.module(ids), ids) for _ in range(2)], self.runs.keep_casts, True
-        )
+        keep = self.runs.keep_casts
+        return run_deterministically(lambda: [self._logits_in(self.module(ids), ids) for _ in range(2)], keep, True)
 
     def _repeat_after_others(self, ids: Tensor) -> None:
         """Test whether one token's logits depend on previous calls."""

@@ -83,13 +83,11 @@ class StepFindings:
     errors: dict[str, float] = field(default_factory=dict)
     unknown: set[str] = field(default_factory=set)
 
-    def add(
-        self, id: str, where: str | Collection[str], detail: str, seen: str = "", fix: str = "", confidence: float = SURE
-    ) -> None:
+    def add(self, id: str, where: str | Collection[str], detail: str, seen: str = "", fix: str = "", sure: float = SURE) -> None:
         """Add a cause, once for each place: a part, or parameters. ``detail``: what the step does; ``seen``: how we know."""
         places = (Place(None, where),) if isinstance(where, str) else self.places(where)
         if (id, places) not in [(one.id, one.places) for one in self.causes]:
-            self.causes.append(Cause(id, places, detail, seen, confidence, fix or FIXES[id]))
+            self.causes.append(Cause(id, places, detail, seen, sure, fix or FIXES[id]))
 
     def leave_open(self, stage: str, why: str) -> None:
         """Say that not all of a stage is explained, and why."""

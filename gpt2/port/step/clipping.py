@@ -10,7 +10,7 @@ import torch
 
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.updates import spread
-from gpt2.port.step.watching import Gradient, Sampled, Update
+from gpt2.port.step.watching import Gradient, Update
 from gpt2.port.terms.places import joined
 
 BITES = 1.01  # a gradient this many times longer than a norm to clip to is clipped
@@ -84,7 +84,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     for held, _ in pairs:  # as clipping saw them
         for name, factor in outliers.items():
             if (one := held.get(name)) is not None:
-                held[name] = Sampled(abs(factor) * one.values, (abs(factor) * one.two, abs(factor) * one.largest))
+                held[name] = one.times(abs(factor))
     clip = _explained(pairs, small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0)
     if clip.odd and not (other := _explained(pairs, small[0])).odd:  # a scaled gradient may be clipped in its second call
         clip = other

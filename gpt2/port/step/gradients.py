@@ -132,8 +132,7 @@ def judge_gradients(
         words = f"the backward pass of {' and '.join(sorted(call.by_hand))}, which is written by hand, gives other gradients"
         findings.add("backward-wrong", last, f"{words}, from these parameters on backward", SEEN)
     elif rest:
-        detail = "the gradients of these parameters lack a part, or have one more"
-        findings.add("gradient-detached", rest, detail, SEEN, confidence=0.8)
+        findings.add("gradient-detached", rest, "the gradients of these parameters lack a part, or have one more", SEEN, sure=0.8)
 
 
 def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:
@@ -155,8 +154,8 @@ def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None
                 parts += own
                 kept += [old] * (abs(old) > 1e-6)
             before, done = update.gradient, update.backwards
-    lost = any(abs(share) < 1e-6 for share in parts)
     other = [share for share in parts if abs(share) >= 1e-6 and abs(share - 1) > 1e-6]
+    lost = not other and any(abs(share) < 1e-6 for share in parts)  # clipped after each part, huge gradients are as good as lost
     if kept:
         times = "" if abs(median(kept) - 1) < 1e-3 else f"{median(kept):.3g} times "
         detail = f"each backward pass adds to {times}the gradient of the step before"

@@ -149,10 +149,9 @@ def _other_labels(batch: StepBatch) -> Iterator[tuple[str, str, Tensor]]:
 def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterator[Told]:
     """Yield the causes in the labels (B, T), with what they are: other ones, and positions that are left out."""
     right, trained = batch.targets, labels != IGNORED
-    found = next((way for way in _other_labels(batch) if bool((labels == way[2])[trained].all())), None)
-    if found is None and bool((labels == right)[:, :-1][trained[:, :-1]].all()):
-        words = f"the last position learns a token that does not follow: in the first row {int(labels[0, -1])}"
-        found = "last-token-in-loss", words, torch.cat([right[:, :-1], labels[:, -1:]], 1)
+    ways, found = list(_other_labels(batch)), None
+    for end in (None, -1):  # of all positions; of all but the last
+        found = found or next((way for way in ways if bool((labels == way[2])[:, :end][trained[:, :end]].all())), None)
     if found is None:
         wrong = int((labels != right)[trained].sum())
         yield "labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label", ""
@@ -160,8 +159,11 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
     id, words, expected = found
     if id:
         yield id, words, ""
+    if bool((labels != expected)[:, -1][trained[:, -1]].any()):
+        yield "last-token-in-loss", f"the last token learns one that does not follow: {int(labels[0, -1])} in the first row", ""
     missing = ~trained & (expected >= 0) & (right >= 0) & trained.any()
-    if bool(missing[:, -1].any()) and bool((missing | (right < 0))[:, -1].all()) and labels.shape[1] > 1:
+    one = len(expected[missing].unique()) == 1 and bool(missing[:, :-1].any())  # a token, which may be the last
+    if bool(missing[:, -1].any()) and bool((missing | (right < 0))[:, -1].all()) and labels.shape[1] > 1 and not one:
         yield "last-token-missing", "the last position of each row has no label", ""
         missing[:, -1] = False
     left = expected[missing]
@@ -184,6 +186,7 @@ def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tupl
         for power in (1, 2):
             yield parts**-power, AVERAGED, f"the mean over {parts} parts, divided by their number again"
         yield count, f"{summed} {apart}", "the sum over all tokens and parts"
+        yield count * parts / padded, f"{PADDING} {apart}", "the sum over parts, each divided by all its targets"
         yield length * parts, f"{summed} {apart}", "the sum over the tokens of a row, and over parts"
     yield count, summed, "the sum over all tokens"
     yield length, summed, "the sum over the tokens of a row"

@@ -88,10 +88,7 @@ class StepSubject:
     ) -> tuple[list[Watched], Sampler]:
         """Call a new step on each batch, in float64 and without dropout, or ``as_written``; return what was seen.
 
-        The weights are the module's, those of ``names`` times ``factor``.
-
-        Raises:
-            InputError: the step fails, returns no number, returns NaN, or trains another module.
+        The weights are the module's, those of ``names`` times ``factor``. Raises InputError: it fails, or returns no number.
         """
         try:
             return self._session(batches, names, factor, as_written)

@@ -38,11 +38,7 @@ class StepSettings:
 
     @classmethod
     def of(cls, given: Iterable[str] | Mapping[str, object]) -> "StepSettings":
-        """Return the settings of ``key=value`` lines, or of a mapping from a recipe's keys to values.
-
-        Raises:
-            InputError: a key is unknown, or a value is bad.
-        """
+        """Return the settings of ``key=value`` lines, or of a mapping by their keys. Raises InputError: a bad key or value."""
         values = dict(given) if isinstance(given, Mapping) else dict(map(_parted, given))
         for key in values.keys() - KEYS:
             hint = did_you_mean(key, KEYS) or f"; keys are {', '.join(KEYS)}"

@@ -3,7 +3,6 @@
 Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2; Kingma and Ba, "Adam" (2015). With
 gradients g of step t, m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, the direction is (m / c1) / (sqrt(v / c2) + eps), with
 c = 1 - b^t. A parameter p becomes p - rate direction - decay p; rate and decay of each step are solved by least squares.
-Everything is elementwise, so a sample of the entries is enough.
 """
 
 import itertools
@@ -31,6 +30,7 @@ FITS = 1e-6  # the same, of a rule that is known
 ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float32; also in later sessions
 CLOSE = 1e-4  # relative difference of constants, or of rates, that are meant to be equal
 BETTER = 30  # times smaller is the error of a rarer rule that is preferred
+NOISE = 8  # standard errors of a decay, of which a smaller one is none
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -43,7 +43,7 @@ DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
 class Rule:
     """An optimizer's formula, without its rate and its decoupled decay.
 
-    ``correction``: by the factors of the right step, by none, or by those of the step after. ``place``: eps is added to the
+    ``correction``: of both moments, of none, of one alone, or by the factors of the step after. ``place``: eps is added to the
     corrected root, inside the root, or to the root before its correction. ``coupled``: a decay that is added to the gradient.
     ``lost``: the moments begin at zero in every step; ``counted``: but the number of the step, for their correction, does not.
     """
@@ -52,7 +52,7 @@ class Rule:
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = EPSILON
-    correction: Literal["full", "none", "late"] = "full"
+    correction: Literal["full", "none", "late", "first", "second"] = "full"
     place: Literal["outside", "inside", "before"] = "outside"
     amsgrad: bool = False
     coupled: float = 0.0
@@ -64,6 +64,8 @@ class Rule:
 DEPARTURES: tuple[tuple[str, Any, str, str], ...] = (
     ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
     ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
+    ("correction", "first", "bias-correction-missing", "the second moment is not divided by 1 - beta**t"),
+    ("correction", "second", "bias-correction-missing", "the first moment is not divided by 1 - beta**t"),
     ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
     ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
     ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
@@ -104,7 +106,8 @@ def directions(rule: Rule, track: Track) -> Array:
             m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
             most = np.maximum(most, v) if rule.amsgrad else v
             at = step + (rule.correction == "late")
-            c1, c2 = (1.0, 1.0) if rule.correction == "none" else (1 - b1**at, 1 - b2**at)
+            c1 = 1.0 if rule.correction in ("none", "second") else 1 - b1**at
+            c2 = 1.0 if rule.correction in ("none", "first") else 1 - b2**at
             inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
             root = np.sqrt(most / c2 + inside) + before / math.sqrt(c2) + outside
             out[t] = m / (c1 * np.where(root == 0, 1.0, root))
@@ -130,7 +133,8 @@ class RuleFit:
         known = ~np.isnan(self.decays) & (np.abs(self.rates) > 0)
         if self.rule.coupled or not known.any():
             return self.rule.coupled or None
-        value = float(np.median(self.decays[known] / self.rates[known]))
+        values = self.decays[known] / self.rates[known]
+        value = float(np.median(np.where(self.rates[known] < 0, abs(values), values)))  # a step that climbs may decay or grow
         return 0.0 if abs(value) < 1e-6 else value
 
 
@@ -145,6 +149,8 @@ def fit(track: Track, rule: Rule) -> RuleFit:
     rates = np.where(both, (pp * ud - up * pd) / safe, ud / np.where(uu > 0, uu, np.inf))
     decays = np.where(both, (uu * pd - up * ud) / safe, np.nan)
     residual = change + rates[:, None] * direction + np.nan_to_num(decays)[:, None] * before
+    sigma = np.linalg.norm(residual, axis=1) / np.sqrt(len(before[0]) * np.where(pp > 0, pp, np.inf))
+    decays = np.where(np.abs(decays) < NOISE * sigma, 0.0, decays)
     left = float(np.linalg.norm(residual)) - ROUNDING * math.sqrt(float(pp.sum()))
     error = max(0.0, left) / (float(np.linalg.norm(change)) or math.inf)
     return RuleFit(rule, rates, decays, error, ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf)))
@@ -192,7 +198,8 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: A
             best, error = rule, max(own)
     if expected is None or best.kind == "sgd" or best.lost or not bool((expected > 0).all()):
         return best, error
-    alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in ("full", "none", "late")]
+    corrections: tuple[Any, ...] = ("full", "none", "late", "first", "second")
+    alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in corrections]
     for one in (one for one in alike if max(fit(track, one).error for track in tracks) <= max(EXACT, 2 * error)):
         if spread(np.median([fit(track, one).rates for track in tracks], axis=0) / expected) < CLOSE:
             return one, error
@@ -272,16 +279,17 @@ class StepMoves:
             tracks = later
 
     def _compare_rates(self) -> None:
-        """Set ``rates`` (K,), those of most parameters without decay, and ``factors``: what the rates of others are of them."""
+        """Set ``rates`` (K,), those of most parameters without decay, ``factors`` of others, and if these are ``steady``."""
         fits = list(self.known.values())
         plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
         self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
-        self.factors: dict[str, float] = {}
+        self.factors, self.steady = dict[str, float](), True
         for name, one in self.known.items():
             live = np.abs(self.rates) > 100 * one.doubts
-            factor = float(np.median(one.rates[live] / self.rates[live])) if live.any() else 1.0
-            if abs(factor - 1) > 0.01:
-                self.factors[name] = factor
+            factors = one.rates[live] / self.rates[live] if live.any() else np.ones(1)
+            if abs(float(np.median(factors)) - 1) > 0.01:
+                self.factors[name] = float(np.median(factors))
+                self.steady &= spread(factors) < 0.01
 
     def judge(self) -> None:
         """Add the causes in how parameters move."""
@@ -290,7 +298,7 @@ class StepMoves:
         if self.odd:
             words = f"no known rule gives the change of {joined(self.findings.places(self.odd))} (error {error:.1e})"
             self.findings.leave_open("update", words)
-        if not self.known:
+        if not self.known or self.error > ROUNDED:  # what a rule that is not theirs explains, it explains by chance
             return
         self._compare_rates()
         rule, at = self.rule, f"at a rate of {_listed(self.rates)}"
@@ -343,9 +351,13 @@ class StepMoves:
     def _rates(self) -> None:
         settings, rates = self.settings, self.rates
         if self.factors:
-            times = median(self.factors.values())
-            id = "parameter-twice" if abs(times - 2) < 0.02 else "rate-wrong"
-            self._add(id, f"the rate of these parameters is {times:.4g} times that of the others", list(self.factors))
+            least, most = (pick(self.factors.values()) for pick in (min, max))
+            times = f"{least:.4g}" + f" to {most:.4g}" * (most - least > 0.01) + " times that of the others"
+            id = "parameter-twice" if least > 1.98 and most < 2.02 else "rate-wrong" if self.steady else "optimizer-other"
+            words = f"the rate of these parameters is {times}" + ", and changes from step to step" * (not self.steady)
+            self._add(id, words, list(self.factors))
+            if not self.steady:  # then the others' are no schedule
+                return
         if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
@@ -390,8 +402,7 @@ class StepMoves:
                 self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
             raw = np.nanmedian(decays, axis=0)
             if (np.abs(raw / wanted - 1) < 1e-3).all() and abs(float(np.median(self.rates)) - 1) > 1e-3:
-                words = f"in each step {wanted:g} of the parameter is taken off, whatever the rate"
-                self._add("decay-without-rate", words, names)
+                self._add("decay-without-rate", f"in each step {wanted:g} of the parameter is taken off, at any rate", names)
                 return
         value = median(values[name] for name in names)
         if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):

@@ -2,8 +2,8 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from dataclasses import InitVar, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,19 +32,14 @@ class Sampled:
     """
 
     values: Tensor
-    given: tuple[float, float] | None = None
+    given: InitVar[tuple[float, float] | None] = None
 
-    @cached_property
-    def norms(self) -> tuple[float, float]:
-        return self.given or norms_of(self.values)
+    def __post_init__(self, given: tuple[float, float] | None) -> None:
+        self.two, self.largest = given or norms_of(self.values)
 
-    @property
-    def two(self) -> float:
-        return self.norms[0]
-
-    @property
-    def largest(self) -> float:
-        return self.norms[1]
+    def times(self, factor: float) -> "Sampled":
+        """Return ``factor`` times it; a factor is no less than zero."""
+        return Sampled(factor * self.values, (factor * self.two, factor * self.largest))
 
 
 def norms_of(tensor: Tensor) -> tuple[float, float]:
@@ -83,8 +78,12 @@ class Update:
     held: Gradient = field(default_factory=Gradient)
     backwards: int = 0
 
+    def clipped(self, limit: float) -> "Update":
+        """Return what it is if the gradient is clipped to this norm on its way from ``.grad``, where nobody sees it."""
+        used, share = self.gradient, min(1.0, limit / (self.gradient.total or math.inf))
+        return replace(self, held=used, gradient=Gradient({name: one.times(share) for name, one in used.items()}))
+
     def moves(self, name: str) -> bool:
-        """Whether a parameter changes."""
         return not torch.equal(self.before[name], self.after[name])
 
 
@@ -119,7 +118,6 @@ class Watched:
 
     @property
     def changes(self) -> bool:
-        """Whether any parameter changes."""
         return any(update.moves(name) for update in self.updates for name in update.before)
 
     def arrived(self) -> Gradient:
@@ -167,7 +165,9 @@ class Watch(DeterministicMode):
         super().__init__(keep_casts=keep_casts, keep_random=as_written)
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
         self.seen = Watched()
-        self._names = {p.untyped_storage()._cdata: name for name, p in sampler.parameters.items()}
+        self._names: dict[int, list[str]] = {}  # of the parameters in each storage: they may be views of one buffer
+        for name, parameter in sampler.parameters.items():
+            self._names.setdefault(parameter.untyped_storage()._cdata, []).append(name)
         self._halves: set[int] = set()  # the widths of what is cast to half precision, or goes into a softmax in it
         self._held = Gradient()  # .grad after the last backward pass
         self._open: Update | None = None
@@ -209,7 +209,8 @@ class Watch(DeterministicMode):
         if call.writes:
             named = call.named
             places = (tensor.untyped_storage()._cdata for one in call.kind.written for tensor in tensors(named.get(one)))
-            self._note([self._names[place] for place in places if place in self._names])
+            written, scale = [name for place in places for name in self._names.get(place, ())], named.get("grad_scale")
+            self._note(written, 1.0 if scale is None else 1 / float(scale))  # a fused optimizer divides by a GradScaler's scale
         if name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
             self._halves.add(call.inputs[0].shape[-1])
         drops = name == "native_dropout" and args[2] is not False
@@ -227,24 +228,22 @@ class Watch(DeterministicMode):
         self.dropouts.clear()
         return result
 
-    def _note(self, names: Iterable[str]) -> None:
-        """Note the parameters' values and gradients before their first write since the last backward pass."""
+    def _note(self, names: Iterable[str], factor: float) -> None:
+        """Note the parameters' values, and ``factor`` times their gradients, before their first write after a backward pass."""
         for name in names:
             self._open = self._open or Update(held=self._held, backwards=len(self.seen.backwards))
             if name not in self._open.before:
                 parameter = self.sampler.parameters[name]
                 self._open.before[name] = self.sampler.take(name, parameter)
                 if parameter.grad is not None:
-                    self._open.gradient[name] = self.sampler.gradient(name, parameter.grad)
+                    self._open.gradient[name] = self.sampler.gradient(name, parameter.grad).times(factor)
 
     def _close(self) -> None:
         """Note the update that is open; if ``.grad`` is emptied before it, or never filled, it used what arrived."""
         if (one := self._open) is not None:
             now, done = self.sampler.values(), self.seen.updates[-1].backwards if self.seen.updates else 0
-            if not one.gradient and (passes := self.seen.backwards[done : one.backwards]):
-                used = one.held or summed(passes)
-                one = replace(one, gradient=used, held=Gradient())
-            self.seen.updates.append(replace(one, before={**now, **one.before}, after=now))
+            used = one.gradient or one.held or summed(self.seen.backwards[done : one.backwards])
+            self.seen.updates.append(Update({**now, **one.before}, now, used, one.held if one.gradient else used, one.backwards))
             self._open = None
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
@@ -279,8 +278,8 @@ class Watch(DeterministicMode):
         others = any(tensor is not self.sampler.parameters.get(name, tensor) for name, tensor in module.named_parameters())
         if others or any(map(is_functorch_wrapped_tensor, tensors((args, kwargs, output)))):
             raise InputError(
-                "its step calls the module within torch.func, where it cannot be watched; for the diagnosis call the module "
-                "itself on the whole batch, and loss.backward() or torch.autograd.grad"
+                "its step runs the module on other tensors than its parameters (torch.func, FSDP), where it cannot be watched: "
+                "for the diagnosis call the module itself on the whole batch, and loss.backward() or torch.autograd.grad"
             )
         if ids is None:
             return

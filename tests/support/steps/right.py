@@ -146,26 +146,11 @@ def in_backward(s):
     return make_step
 
 
-@right("accumulated, loss divided", "nano", grad_accum=2)
-def divided(s):
-    return plain(s, losses=lambda model, x, y: (loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True)))
-
-
 @right("losses of two parts summed, one backward pass", "nano", grad_accum=2)
 def summed(s):
     return plain(
         s, losses=lambda model, x, y: [sum(loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True))]
     )
-
-
-@right("accumulated by tokens, prompts left out", "mha", grad_accum=2, padded="x")
-def by_tokens(s):
-    def losses(model, x, y):
-        count = (y != -100).sum()
-        for xb, yb in zip(x.split(2), y.split(2), strict=True):
-            yield F.cross_entropy(logits(model, xb, V).flatten(0, 1), yb.flatten(), reduction="sum") / count
-
-    return plain(s, losses=losses)
 
 
 @right("warm-up, then cosine", "mha", **SCHEDULE)
