@@ -125,6 +125,8 @@ def what_is_there(path: Path) -> str:
             return f"it is the folder of a training run, give {path / name}"
     if any(name.endswith(".distcp") for name in names):
         return f"shards of a run; python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt joins them"
+    if "zero_to_fp32.py" in names:
+        return "shards of DeepSpeed; the folder's own program joins them: python zero_to_fp32.py . out"
     several = [name for name in names if name.endswith(LONE) and not TRAINERS.fullmatch(name)]
     if parts := [name for name in several if PART.search(name)]:
         return f"{listed(parts)} are parts of one model, told by an index: fetch {PART.sub('', parts[0])}.index.json too"

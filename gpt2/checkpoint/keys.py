@@ -100,8 +100,8 @@ OTHER_HEADS = re.compile(
     r"|qa_outputs|clip_project)\..*",
     re.ASCII,
 )
-# TensorFlow's training state beside a model: a counter, Adam's moments.
-TRAINING_STATE = re.compile(r"global_step|beta[12]_power|model/[\w/]{1,40}/Adam(_1)?", re.ASCII)
+# Training state beside a model: TensorFlow's counter and Adam's moments, the counter of torch's AveragedModel.
+TRAINING_STATE = re.compile(r"global_step|n_averaged|beta[12]_power|model/[\w/]{1,40}/Adam(_1)?", re.ASCII)
 REDUNDANT = (CAUSAL_MASK, MASKED_SCORE, OTHER_HEADS, TRAINING_STATE)  # what may stand beside the parameters
 
 

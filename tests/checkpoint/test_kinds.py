@@ -82,6 +82,7 @@ WRAPPED: dict[str, Callable[[State], Any]] = {
         for name in ("_checkpoint_wrapped_module.", "_orig_mod.", "module.", "_fsdp_wrapped_module.")
     },
     **{f"{name} before": begin(name) for name in ("_forward_module.", "_module.", "gpt.", "model.decoder.net.", "a.b-c.1.")},
+    "averaged": lambda state: begin("module.")(state) | {"n_averaged": torch.tensor(3)},
     "both": lambda state: begin("_orig_mod.model.")(inside("_checkpoint_wrapped_module._orig_mod.")(state)),
     "twice the same": lambda state: state | begin("ema.")(state),
     "another module": lambda state: begin("gpt.")(state) | {"clip_project.model.0.weight": torch.ones(4, 4)},
@@ -278,6 +279,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     ),
     "pruned": (pickled(lambda s: s | {"transformer.h.0.mlp.c_fc.weight_mask": torch.ones(2)}), ("prune.remove",)),
     "DCP's": (lambda d: content("__0_0.distcp", b"x")(d).parent, ("dcp_to_torch",)),
+    "DeepSpeed's": (lambda d: content("zero_to_fp32.py", b"#")(d).parent, ("DeepSpeed", "python zero_to_fp32.py . out")),
     "two models": (
         pickled(lambda s: begin("a.")(s) | begin("b.")({k: t + 1 for k, t in s.items()})),
         ("twice", "b.transformer."),

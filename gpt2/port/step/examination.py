@@ -105,7 +105,7 @@ class StepExamination:
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         moves, limit = StepMoves(findings, sessions, self.settings, roles), self.settings.clip or 1.0
-        if moves.odd:
+        if moves.fits and moves.error > ROUNDED:
             hidden = [[replace(call, updates=[u.clipped(limit) for u in call.updates]) for call in calls] for calls in sessions]
             if not (other := StepMoves(findings, hidden, self.settings, roles)).odd:
                 moves, sessions = other, hidden

@@ -31,6 +31,7 @@ ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float
 CLOSE = 1e-4  # relative difference of constants, or of rates, that are meant to be equal
 BETTER = 30  # times smaller is the error of a rarer rule that is preferred
 NOISE = 8  # standard errors of a decay, of which a smaller one is none
+FEW = 3  # parameters by no known rule, after which no other is searched for
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -259,7 +260,7 @@ class StepMoves:
             rules = dict.fromkeys([self.rule, *(one.rule for one in self.known.values())])
             decays = (0.0, self.settings.weight_decay or 0.0)
             found += [fit(track, one) for rule in rules for one in (rule, *(replace(rule, coupled=decay) for decay in decays))]
-        if self.error <= ROUNDED < min(one.error for one in found):
+        if self.error <= ROUNDED < min(one.error for one in found) and len(self.odd) < FEW:
             found.append(fit(track, recognised_rule([track], self.settings)[0]))
         self.fits[name] = best = min(found, key=lambda one: one.error * (1 if one.rule == self.rule else BETTER))
         self.odd += [name] * (best.error > (ROUNDED if self.error > FITS else FITS))
@@ -298,7 +299,7 @@ class StepMoves:
         if self.odd:
             words = f"no known rule gives the change of {joined(self.findings.places(self.odd))} (error {error:.1e})"
             self.findings.leave_open("update", words)
-        if not self.known or self.error > ROUNDED:  # what a rule that is not theirs explains, it explains by chance
+        if self.error > ROUNDED or len(self.known) < len(self.odd):  # what another's rule explains, it explains by chance
             return
         self._compare_rates()
         rule, at = self.rule, f"at a rate of {_listed(self.rates)}"
