@@ -359,7 +359,7 @@ unset = step_of(optimizer="torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95),
 
 
 def test_settings_that_are_not_given_are_read_off() -> None:
-    """Without them a rate is no fault, but a sentence. Two decays were said as one, 0.01, on all: a misspelt key leaves AdamW's."""
+    """Without them a rate is no fault, but a sentence. Two decays were said as one of 0.01, where a key was misspelt."""
     groups = LINES["groups"].replace("* (p.ndim > 1)", "if p.ndim > 1 else 0.01")
     found = gpt2.diagnose_step(our_model(), step_of(**PLAIN, groups=groups), right_model())
     decays = "read off: a weight decay of 0.1, on matrices, embeddings, and of 0.01, on norms, biases"

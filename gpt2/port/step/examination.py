@@ -18,7 +18,7 @@ from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, jud
 from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss
 from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.updates import ROUNDED, StepMoves
+from gpt2.port.step.updates import StepMoves
 from gpt2.port.step.watching import Watched
 from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
@@ -105,7 +105,7 @@ class StepExamination:
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         moves, limit = StepMoves(findings, sessions, self.settings, roles), self.settings.clip or 1.0
-        if moves.fits and moves.error > ROUNDED:
+        if moves.odd:
             hidden = [[replace(call, updates=[u.clipped(limit) for u in call.updates]) for call in calls] for calls in sessions]
             if not (other := StepMoves(findings, hidden, self.settings, roles)).odd:
                 moves, sessions = other, hidden
@@ -113,8 +113,7 @@ class StepExamination:
         self.clip = read_clipping(updates)
         if moves.fits:
             moves.judge()
-        seen = self.clip.kind or (moves.fits and moves.error <= ROUNDED)  # an unknown rule may clip where nobody sees it
-        judge_clipping(findings, self.clip, self.settings.clip if seen else None)
+        judge_clipping(findings, self.clip, None if moves.unknown and not self.clip.kind else self.settings.clip)
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
         known = bool(moves.fits) and not moves.odd
         silent = sum(not (call.updates if known else call.changes) for call in self.calls)

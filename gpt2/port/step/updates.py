@@ -253,6 +253,11 @@ class StepMoves:
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
 
+    @property
+    def unknown(self) -> bool:
+        """Whether no rule is known: what the best explains, it explains by chance; theirs may clip where nobody sees it."""
+        return not self.fits or self.error > ROUNDED or len(self.known) < len(self.odd)
+
     def _fit(self, name: str, track: Track) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
         found = [fit(track, self.rule)]
@@ -299,7 +304,7 @@ class StepMoves:
         if self.odd:
             words = f"no known rule gives the change of {joined(self.findings.places(self.odd))} (error {error:.1e})"
             self.findings.leave_open("update", words)
-        if self.error > ROUNDED or len(self.known) < len(self.odd):  # what another's rule explains, it explains by chance
+        if self.unknown:
             return
         self._compare_rates()
         rule, at = self.rule, f"at a rate of {_listed(self.rates)}"

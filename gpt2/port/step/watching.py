@@ -38,7 +38,6 @@ class Sampled:
         self.two, self.largest = given or norms_of(self.values)
 
     def times(self, factor: float) -> "Sampled":
-        """Return ``factor`` times it; a factor is no less than zero."""
         return Sampled(factor * self.values, (factor * self.two, factor * self.largest))
 
 
