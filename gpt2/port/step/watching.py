@@ -163,12 +163,11 @@ class Watch(DeterministicMode):
     def __init__(self, module: nn.Module, sampler: Sampler, vocabulary: int, *, keep_casts: bool, as_written: bool) -> None:
         super().__init__(keep_casts=keep_casts, keep_random=as_written)
         self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
-        self.seen = Watched()
+        self.seen, self._held = Watched(), Gradient()  # .grad after the last backward pass
         self._names: dict[int, list[str]] = {}  # of the parameters in each storage: they may be views of one buffer
         for name, parameter in sampler.parameters.items():
             self._names.setdefault(parameter.untyped_storage()._cdata, []).append(name)
         self._halves: set[int] = set()  # the widths of what is cast to half precision, or goes into a softmax in it
-        self._held = Gradient()  # .grad after the last backward pass
         self._open: Update | None = None
         self._task = -1  # the autograd engine's number of the backward pass that runs
         self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
