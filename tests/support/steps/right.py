@@ -40,16 +40,8 @@ def loss_of(model, x, y):
     return F.cross_entropy(logits(model, x, V).flatten(0, 1), y.flatten())
 
 
-def losses_of(model, x, y):
-    yield loss_of(model, x, y)
-
-
-def plain(
-    s, new_optimizer=adamw, losses=losses_of, prepare=lambda model: model,
-    gradients=lambda model: None, scheduler=None,
-):  # fmt: skip
-    """`make_step` of a plain step; each argument is what one variety does in its own way.
-    ``losses``: yields the losses whose gradients are added up; ``gradients``: changes them before they are clipped."""
+def plain(s, new_optimizer=adamw, loss=loss_of, prepare=lambda model: model, scheduler=None):
+    """`make_step` of a plain step; each argument is what one variety does in its own way."""
 
     def make_step(model):
         trained = prepare(model.train())
@@ -58,68 +50,38 @@ def plain(
 
         def step(x, y):
             optimizer.zero_grad()
-            total = 0.0
-            for loss in losses(trained, x, y):
-                loss.backward()
-                total = total + loss.detach()
-            gradients(model)
+            total = loss(trained, x, y)
+            total.backward()
             if s.clip:
                 nn.utils.clip_grad_norm_(model.parameters(), s.clip)
             optimizer.step()
             if schedule:
                 schedule.step()
-            return total
+            return total.detach()
 
         return step
 
     return make_step
 
 
-def with_loss(loss_of):
-    """`make_step` of a plain step with another way to compute the loss."""
-
-    def losses(model, x, y):
-        yield loss_of(model, x, y)
-
-    return lambda s: plain(s, losses=losses)
-
-
-right("groups", "nano")(plain)
-right("groups, fused", "encoder_layer")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
-right("no clipping", "nano", clip=0.0)(plain)
-right("prompts left out, other betas and rate", "nano", padded="x", lr=6e-4, min_lr=6e-4, beta1=0.8, weight_decay=0.01)(plain)
-right("the model's own loss", "nano")(with_loss(lambda model, x, y: model(x, y)[1]))
-
-
-@right("shifts by itself, over one more token")
-@with_loss
 def shifts_by_itself(model, x, y):
     """As a library whose model takes labels equal to its ids: the whole row of T + 1 goes in."""
     row = torch.cat([x, y[:, -1:]], dim=1)
     return F.cross_entropy(model(row)[:, :-1].flatten(0, 1), row[:, 1:].flatten())
 
 
-@right("autocast with GradScaler", "nano")
-def scaled(s):
-    def make_step(model):
-        optimizer, scaler = adamw(model.train(), s), torch.amp.GradScaler("cpu", init_scale=2.0**12)
-
-        def step(x, y):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                loss = loss_of(model, x, y)
-            scaler.scale(loss).backward()
-            scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), s.clip)
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad(set_to_none=False)
-            return loss.detach()
-
-        return step
-
-    return make_step
+def summed(model, x, y):
+    return sum(loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True))
 
 
+right("groups", "nano")(plain)
+right("groups, fused", "encoder_layer")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
+right("no clipping", "nano", clip=0.0)(plain)
+right("prompts left out, other betas and rate", "nano", padded="x", lr=6e-4, min_lr=6e-4, beta1=0.8, weight_decay=0.01)(plain)
+right("the model's own loss", "nano")(lambda s: plain(s, loss=lambda model, x, y: model(x, y)[1]))
+right("shifts by itself, over one more token")(lambda s: plain(s, loss=shifts_by_itself))
+right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(lambda s: plain(s, loss=summed))
+right("autocast", "nano")(lambda s: plain(s, loss=torch.autocast("cpu", torch.bfloat16)(loss_of)))
 right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
 right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: made_with("", s))
 
@@ -144,13 +106,6 @@ def in_backward(s):
         return step
 
     return make_step
-
-
-@right("losses of two parts summed, one backward pass", "nano", grad_accum=2)
-def summed(s):
-    return plain(
-        s, losses=lambda model, x, y: [sum(loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True))]
-    )
 
 
 @right("warm-up, then cosine", "mha", **SCHEDULE)
