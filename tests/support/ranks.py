@@ -106,11 +106,11 @@ def toml(recipe: Recipe, file: Path) -> Path:
     return file
 
 
-def command(recipe: Recipe, folder: Path) -> forks.Fork:
-    """Run `gpt2 train --nproc 2` as a user does; each of its processes begins as Python does."""
+def command(recipe: Recipe, folder: Path, size: int = 2) -> forks.Fork:
+    """Run `gpt2 train --nproc SIZE` as a user does; each of its processes begins as Python does."""
     path = f"{ROOT}{os.pathsep}{folder.parent}"  # where a test may have written a sitecustomize
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    words = ["train", toml(recipe, folder.with_suffix(".toml")), "--out", folder, "--nproc", "2"]
+    words = ["train", toml(recipe, folder.with_suffix(".toml")), "--out", folder, "--nproc", str(size)]
     return forks.Fork("-m", "gpt2", *words, environ=environment)
 
 

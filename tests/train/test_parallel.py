@@ -164,28 +164,38 @@ os.rename = rename
 
 
 @pytest.mark.slow
-def test_workers_are_killed_and_the_job_ends_as_if_they_had_not_been(recipe, tmp_path):
-    """To the bit, with dropout: DDP's gradient buckets in the first step of a run, resumed or not, differ from later ones."""
+def test_workers_are_killed_and_ctrl_c_is_pressed_and_the_job_ends_as_if_neither_had_been(recipe, tmp_path):
+    """To the bit, with dropout: DDP's gradient buckets in the first step of a run, resumed or not, differ from later ones.
+
+    Deadlock on Ctrl-C: a worker waits to return its result to the launcher, and the launcher waits for the worker.
+    """
     shared = replace(recipe, batch_size=4, steps=80, eval_every=20, save_every=8)
     whole, run = tmp_path / "whole", tmp_path / "run"
-    kills = {tmp_path / "step-16": 0, tmp_path / "step-48": 1}
-    for hold in kills:
+    at = {tmp_path / "step-16": 0, tmp_path / "step-32": 1, tmp_path / "step-64": None}
+    for hold in at:
         hold.touch()
     (tmp_path / "sitecustomize.py").write_text(HELD)
     process, lost = command(shared, run), set()
-    for hold, victim in kills.items():
+    for hold, victim in at.items():
         reached(run, int(hold.name[5:]), process)
         pids = sorted(workers(process) - lost)
         assert len(pids) == 2
-        os.kill(pids[victim], signal.SIGKILL)
+        if victim is None:
+            os.killpg(process.pid, signal.SIGINT)
+        else:
+            os.kill(pids[victim], signal.SIGKILL)
         hold.unlink()
         lost.update(pids)
-    done = forks.finished(process, timeout=300)
+    done = forks.finished(process, 130, timeout=300)
     said = done.stdout + done.stderr
     assert "restarted after a process was lost (restart 2)" in said
     assert "Traceback" not in said
-    assert job(2, Run(shared, whole)) == ["finished"] * 2
+    steps = [row["step"] for row in metrics(run) if "loss" in row]
+    assert state.newest_intact(run) == (run / f"step-{steps[-1]}", [])
+    assert f"interrupted and saved at step {steps[-1]}" in said
+    assert job(2, Run(shared, run)) == job(2, Run(shared, whole)) == ["finished"] * 2
     assert outcome(run) == outcome(whole)
+    forks.finished(command(shared, run, size=1))  # nothing is left to do, and the launcher ends with 0
 
 
 def workers(process: forks.Fork) -> set[int]:
@@ -196,22 +206,6 @@ def workers(process: forks.Fork) -> set[int]:
         with suppress(OSError):  # it may end in between
             found |= {int(pid)} if b"train" in Path(f"/proc/{pid}/cmdline").read_bytes() else set()
     return found
-
-
-@pytest.mark.slow
-def test_ctrl_c_of_a_job_saves_once_and_ends(recipe, tmp_path):
-    """Deadlock on Ctrl-C: a worker waits to return its result to the launcher, and the launcher waits for the worker."""
-    shared = replace(recipe, batch_size=4, steps=100_000, save_every=100_000, eval_every=100_000)
-    process = command(shared, tmp_path / "run")
-    reached(tmp_path / "run", 10, process)
-    os.killpg(process.pid, signal.SIGINT)
-    done = forks.finished(process, 130)
-    said = done.stdout + done.stderr
-    assert "Traceback" not in said
-    steps = [row["step"] for row in metrics(tmp_path / "run") if "loss" in row]
-    found, skipped = state.newest_intact(tmp_path / "run")
-    assert (found, skipped) == (tmp_path / "run" / f"step-{steps[-1]}", [])
-    assert f"interrupted and saved at step {steps[-1]}" in said
 
 
 def test_a_device_that_is_not_there_is_refused(shared, tmp_path):
