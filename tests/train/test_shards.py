@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load, save, save_file
+from support import forks
 from support.ranks import ROOT, Run, job, toml
 from support.training import flip, outcome
 
@@ -200,10 +199,9 @@ def test_a_rank_is_killed_while_all_write_and_the_checkpoint_before_is_taken(rec
     run, shared, after = tmp_path / "run", replace(recipe, batch_size=4, parallel="fsdp"), f"optimizer/{SECOND}"
     (tmp_path / "killed.py").write_text(KILLED)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1", "--nproc-per-node=2"]
     words = [tmp_path / "killed.py", f".step-8.partial/{after}", "train", toml(shared, tmp_path / "run.toml"), "--out", run]
-    killed = subprocess.run([*torchrun, *words], env=environment, capture_output=True)
-    assert b"SIGKILL" in killed.stderr, killed.stderr.decode()
+    assert "SIGKILL" in forks.run(*torchrun, *words, environ=environment, status=1).stderr
     assert [path.name for path in state.checkpoints(run)] == ["step-4"]
     assert (run / ".step-8.partial" / after).is_file()
     assert job(2, Run(shared, run)) == job(2, Run(shared, tmp_path / "whole")) == ["finished"] * 2
