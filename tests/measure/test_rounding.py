@@ -27,7 +27,7 @@ TIGHT = 3.0  # times the smallest error of a right order: a figure far above all
 
 
 def model_of(number: int) -> tuple[GPT2, Tensor]:
-    """One of 30 models, in float64, and ids."""
+    """A model of each kind, in float64, and ids."""
     width, heads = ((16, 2), (24, 3), (40, 5), (64, 4), (96, 8), (128, 2))[number % 6]
     activation = ("gelu_new", "gelu", "relu", "silu")[number % 4]
     config = GPT2Config(60 + number, 40, width, 1 + number % 3, heads, activation_function=activation)
@@ -51,7 +51,7 @@ def errors(model: GPT2, ids: Tensor, dtype: torch.dtype = torch.float32) -> dict
     return {name: relative_error(value, exact[name]) for name, value in trace(model.to(dtype), ids).items()}
 
 
-@pytest.mark.parametrize("numbers", [range(0, 30, 6), pytest.param(range(30), marks=pytest.mark.slow)], ids=["five", "all"])
+@pytest.mark.parametrize("numbers", [range(0, 30, 6), pytest.param(range(12), marks=pytest.mark.slow)], ids=["five", "each kind"])
 def test_it_covers_every_order_of_summing_and_is_not_far_above(numbers: range) -> None:
     """With a bound from one machine's kernels, right models of another machine were called different."""
     for number in numbers:
