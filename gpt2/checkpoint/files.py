@@ -119,10 +119,12 @@ def what_is_there(path: Path) -> str:
         names = sorted(entry.name for entry in path.iterdir())
     except OSError as error:
         return f"the folder cannot be read ({error.strerror}), give another"
-    steps = sorted((name for name in names if re.fullmatch(r"step-\d{1,9}", name, re.ASCII)), key=lambda name: int(name[5:]))
-    for name in ("best", *reversed(steps)):
+    steps = [name for name in names if re.fullmatch(r"(step|checkpoint)-\d{1,9}", name, re.ASCII)]
+    steps.sort(key=lambda name: -int(name.rpartition("-")[2]))
+    for name in ("best", *steps, *(f"snapshots/{one.name}" for one in path.glob("snapshots/*"))):
         if (path / name / WEIGHTS).is_file():
-            return f"it is the folder of a training run, give {path / name}"
+            kind = "the Hub's cache" if "/" in name else "a training run"
+            return f"it is the folder of {kind}, give {path / name}"
     if any(name.endswith(".distcp") for name in names):
         return f"shards of a run; python -m torch.distributed.checkpoint.format_utils dcp_to_torch {path} model.pt joins them"
     if "zero_to_fp32.py" in names:

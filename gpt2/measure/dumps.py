@@ -161,6 +161,8 @@ def _tensor(value: Any, where: str) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to("cpu")
     array = np.asarray(value)
+    if array.dtype.kind == "V" and array.dtype.itemsize == 2 and not array.dtype.names:  # JAX's bfloat16: NumPy keeps no name
+        return torch.from_numpy(np.require(array, requirements=["C", "W"]).view(np.int16)).view(torch.bfloat16)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
     if array.dtype.kind in "iu":

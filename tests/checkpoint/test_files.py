@@ -121,13 +121,15 @@ def test_json_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
         ([f"f{n}" for n in range(9)], "f0, f1, f2, f3, f4, f5 and 3 more"),
         (["step-9/model.safetensors", "step-10/model.safetensors", "recipe.json"], "/step-10"),
         (["step-10/model.safetensors", "best/model.safetensors"], "/best"),
+        (["checkpoint-9/model.safetensors", "checkpoint-10/model.safetensors"], "/checkpoint-10"),
+        (["refs/main", "snapshots/0a/model.safetensors"], "of the Hub's cache, give"),
         (["step-10/progress.json", "best/progress.json"], "the folder holds best, step-10"),
     ],
 )
 def test_a_folder_without_weights_says_what_it_holds(tmp_path: Path, names: list[str], says: str) -> None:
     """Two common mistakes: a folder with `.bin` only, or the folder of a run instead of its `best/`."""
     for name in names:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(exist_ok=True, parents=True)
         (tmp_path / name).touch()
     refused(lambda: open_weights(tmp_path), says, f"{tmp_path}: no model.safetensors there")
 

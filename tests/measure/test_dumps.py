@@ -30,8 +30,11 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     assert torch.equal(npz.ids[:1], folder.ids)
     assert torch.equal(npz.arrays["logits"], safetensors.arrays["logits"])
     assert (list(folder.arrays), npz.ignored) == (["deep/logits"], ("mask",))
-    given = dump_of({"x/IDX": IDS[0].tolist(), "a": torch.zeros(3, dtype=torch.bfloat16), "b": np.float16([1])}, CONFIG)
-    assert (given.ids.tolist(), given.arrays["a"].dtype) == ([[1, 2, 3]], torch.bfloat16)
+    half = torch.tensor([1.5, -2]).bfloat16()
+    jax = half.view(torch.int16).numpy().view("V2")  # as NumPy reads JAX's bfloat16
+    given = dump_of({"x/IDX": IDS[0].tolist(), "a": half, "b": np.float16([1]), "c": jax}, CONFIG)
+    assert given.ids.tolist() == [[1, 2, 3]]
+    assert all(torch.equal(given.arrays[name], half) for name in "ac")
 
 
 def test_training_steps_are_refused_and_said() -> None:

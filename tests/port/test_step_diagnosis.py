@@ -249,6 +249,8 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "clipped after each of four": ("four", {"backward": PARTS + LINES["clip"]}, "clip-before-accumulation"),
     "rolled and shifted": ("", {"loss": ROLLED}, "labels-shifted-twice last-token-in-loss"),
     "a padded row's last": ("padded short", {"labels": "labels = labels.masked_fill(labels == 0, -100)"}, "token-ignored"),
+    "other ids": ("", {"labels": "x = x.clone(); x[:, 3] = 5"}, None),
+    "another function": ("", {"prepare": "model.ln_f.register_forward_hook(lambda part, args, out: 2 * out)"}, None),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }
 

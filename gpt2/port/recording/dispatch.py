@@ -13,15 +13,8 @@ from torch.utils._pytree import tree_leaves
 from gpt2.measure.user_code import place_in
 
 T = TypeVar("T")
-FUSED_ATTENTION = {
-    getattr(torch.ops.aten, name)
-    for name in (
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-    )
-}
+FUSED = ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+FUSED_ATTENTION = {getattr(torch.ops.aten, f"_scaled_dot_product_{name}") for name in FUSED}
 NARROWER = (torch.float32, torch.bfloat16, torch.float16)
 CONTRACTIONS = {"mm", "addmm", "bmm", "baddbmm"}
 PLAIN = (int, float, bool, str, type(None), torch.dtype, torch.device)

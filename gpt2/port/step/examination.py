@@ -27,6 +27,7 @@ CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
 HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
 BACKWARD = 16.0  # times the error of the logits, as of a constant in float32: how far off gradients may be
 ROUNDINGS = 4.0  # how many roundings of what a step computes in its gradients may be off
+OTHER = 1e-6  # error of logits of another function
 LOST = 0.01  # share of the changes of entries that rounding loses, which is a cause
 OPERATORS = "seen in its operators"
 
@@ -162,7 +163,7 @@ class StepExamination:
             if len(first.updates) > 1:  # then there is a backward pass for each
                 passes = passes[: first.updates[0].backwards]
             explained = max(EQUAL, ROUNDINGS * first.rounds, BACKWARD * (self.forward.logits_error or 0.0))
-            made = expected_gradients(self.ours.config, self._state(), self.roles, self.sampler, passes)
+            made = expected_gradients(self._state(), self.roles, self.sampler, passes, max(explained, OTHER))
             judge_gradients(findings, first, made, self.roles, self.untied, explained)
         for name, value in self.clip.outliers.items():
             doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6

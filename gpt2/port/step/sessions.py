@@ -20,6 +20,7 @@ from gpt2.port.step.watching import HALVES, Sampler, Watch, Watched
 
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
+Session = tuple[list[Watched], Sampler]  # its calls
 HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
 MAX_WORK = 4e10  # parameters times tokens of one batch
@@ -85,7 +86,7 @@ class StepSubject:
 
     def session(
         self, batches: Sequence[StepBatch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
-    ) -> tuple[list[Watched], Sampler]:
+    ) -> Session:
         """Call a new step on each batch, in float64 and without dropout, or ``as_written``; return what was seen.
 
         The weights are the module's, those of ``names`` times ``factor``. Raises InputError: it fails, or returns no number.
@@ -102,9 +103,7 @@ class StepSubject:
         self.keep_casts = True
         return self.session(batches, names, factor)
 
-    def _session(
-        self, batches: Sequence[StepBatch], names: Collection[str], factor: float, as_written: bool
-    ) -> tuple[list[Watched], Sampler]:
+    def _session(self, batches: Sequence[StepBatch], names: Collection[str], factor: float, as_written: bool) -> Session:
         with torch.random.fork_rng(devices=[]), plain_attention(), self._restored():
             torch.manual_seed(0)
             before = dict(self.module.named_parameters())

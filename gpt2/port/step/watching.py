@@ -275,10 +275,8 @@ class Watch(DeterministicMode):
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
         others = any(tensor is not self.sampler.parameters.get(name, tensor) for name, tensor in module.named_parameters())
         if others or any(map(is_functorch_wrapped_tensor, tensors((args, kwargs, output)))):
-            raise InputError(
-                "its step runs the module on other tensors than its parameters (torch.func, FSDP), where it cannot be watched: "
-                "for the diagnosis call the module itself on the whole batch, and loss.backward() or torch.autograd.grad"
-            )
+            words = "its step runs the module on other tensors than its parameters (torch.func, FSDP), where it cannot be watched"
+            raise InputError(f"{words}: for the diagnosis call the module itself on the whole batch, and loss.backward()")
         if ids is None:
             return
         head, self._head = self._head, None
