@@ -12,7 +12,6 @@ from gpt2.comparison.sides.trace_side import PREFIX as TRACE
 from gpt2.comparison.tensors import TensorChange
 from gpt2.comparison.words import Word
 from gpt2.measure.environment import Environment
-from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.tracing import layer_of
 from gpt2.pages.drawing import INK, LEVELS, MUTED, RULE, B, both, logarithmic, shade
 from gpt2.pages.rendering import number, percent, readable, visible
@@ -82,12 +81,6 @@ def tip(word: Word, names: tuple[str, str]) -> str:
         expected = ", ".join(f"“{visible(each.text)}” {percent(each.probability)}" for each in top)
         lines.append(f"{name}: {expected}; the text's {percent(probability)}")
     return "\n".join(lines)
-
-
-def js_scale(values: Sequence[float]) -> float:
-    """Return the divergence of the darkest colour: log 2, its maximum, or the largest value if all are below 0.02."""
-    largest = max((value for value in values if math.isfinite(value)), default=0.0)
-    return MAX_JS if largest > 0.02 or largest == 0 else largest
 
 
 def heat(tensors: Sequence[TensorChange]) -> Section:

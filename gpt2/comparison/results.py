@@ -19,7 +19,7 @@ from gpt2.comparison.tensors import Activations, WeightChanges
 from gpt2.comparison.words import NEW_TOKENS, Words
 from gpt2.measure.environment import Environment
 from gpt2.measure.last_words import LastWords
-from gpt2.measure.metrics import LanguageScore
+from gpt2.measure.metrics import MAX_JS, LanguageScore
 from gpt2.measure.tracing import block_of, part_of
 from gpt2.pages.rendering import number, percent, readable, short_names, visible
 from gpt2.pages.reports import Column, Line, Printed, Section, Styled, as_json, bold, dim, yellow
@@ -270,7 +270,8 @@ def _distributions(both: Distributions) -> Iterator[Section]:
 
 def _words(words: Words, names: tuple[str, str], scored: int) -> Iterator[Section]:
     """Yield the text on pages, the first two of the passages, if they differ to be seen, and the continuations."""
-    shown, scale = len(words.text), charts.js_scale([word.js for word in words.text])
+    shown, largest = len(words.text), max((word.js for word in words.text if math.isfinite(word.js)), default=0.0)
+    scale = largest if 0 < largest <= 0.02 else MAX_JS  # the divergence of the darkest colour
     what = f"its first {shown:,} of {scored:,} tokens; " * (shown < scored) + "point at a token, or tap it"
     yield Section("The text", what, chart=partial(charts.coloured, [("", words.text)], scale, names))
     rows = list[tuple[str, ...]]()

@@ -251,10 +251,9 @@ class OnnxSide(EngineSide):
         if isinstance(length, int) and length < ids.size(1):
             raise InputError(f"{self.name}: the graph takes {length} tokens; compare with --on TEXT:context={length}")
         padded = F.pad(ids, (0, length - ids.size(1))) if isinstance(length, int) else ids  # later tokens change nothing
-        if isinstance(rows, int):  # a graph of so many rows: those that lack are copies of the first
-            padded = torch.cat((padded, padded[:1].expand(-len(ids) % rows, -1)))
-        parts = padded.split(rows) if isinstance(rows, int) else (padded,)
-        return torch.cat([self._run(part, inputs) for part in parts])[: len(ids), : ids.size(1)]
+        rows = rows if isinstance(rows, int) else len(ids)
+        padded = torch.cat((padded, padded[:1].expand(-len(ids) % rows, -1)))  # rows that a graph wants are copies of the first
+        return torch.cat([self._run(part, inputs) for part in padded.split(rows)])[: len(ids), : ids.size(1)]
 
     def _run(self, ids: Tensor, inputs: dict[str, Any]) -> Tensor:
         ones = np.ones(ids.shape)
