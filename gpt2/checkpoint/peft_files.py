@@ -206,21 +206,10 @@ def save_adapter(model: GPT2, directory: Path, base: str | None) -> Path:
     name, revision = _portable(base)
     suffixes = [name for name in PROJECTIONS if any(key.endswith(name) for key in adapted)]
     assert len(adapted) == len(suffixes) * len({layer(f"{name}.weight") for name in adapted})
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": name,
-        "revision": revision,
-        "inference_mode": True,
-        "r": first.r,
-        "lora_alpha": first.alpha,
-        "lora_dropout": first.dropout,
-        "target_modules": suffixes,
-        "fan_in_fan_out": True,
-        "bias": "none",
-        "use_rslora": False,
-        "init_lora_weights": True,
-    }
+    config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM"}
+    config |= {"base_model_name_or_path": name, "revision": revision, "inference_mode": True}
+    config |= {"r": first.r, "lora_alpha": first.alpha, "lora_dropout": first.dropout}
+    config |= {"target_modules": suffixes, "fan_in_fan_out": True, "bias": "none", "use_rslora": False, "init_lora_weights": True}
     factors = ((name, which, getattr(module, f"lora_{which}")) for name, module in adapted.items() for which in "AB")
     tensors = {f"{PREFIX}{to_file(name)}.lora_{which}.weight": factor for name, which, factor in factors}
     directory.mkdir(parents=True, exist_ok=True)

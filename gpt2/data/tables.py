@@ -140,10 +140,5 @@ def text_file(path: Path, newline: str | None) -> Iterator[IO[str]]:
         raise not_utf8(path, error) from None
 
 
-READERS: dict[str, Callable[[Path], Iterator[tuple[str, Record]]]] = {
-    ".jsonl": _lines,
-    ".json": _array,
-    ".csv": _rows,
-    ".tsv": _rows,
-    ".parquet": _parquet,
-}
+Reader = Callable[[Path], Iterator[tuple[str, Record]]]
+READERS: dict[str, Reader] = {".jsonl": _lines, ".json": _array, ".csv": _rows, ".tsv": _rows, ".parquet": _parquet}

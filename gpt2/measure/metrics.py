@@ -56,10 +56,7 @@ def max_abs(a: Tensor, b: Tensor) -> float:
 
 
 def relative_error(a: Tensor, reference: Tensor) -> float:
-    """Return the Frobenius norm of the difference over the reference's: for rounding spread over all entries.
-
-    Infinite if the shapes differ, or an entry is NaN or infinite in only one; equal infinities (masked logits) are equal.
-    """
+    """Return the norm of the difference over the norm of the reference, for rounding; README.md says where it is infinite."""
     return _relative(norms, a, reference)
 
 

@@ -23,33 +23,20 @@ WIDE, NARROW = (10.6, 3.2), (3.6, 2.9)  # inches of 100 px
 INK, MUTED, RULE, B = (f"#00000{n}" for n in range(1, 5))
 VARIABLES = {INK: "--ink", MUTED: "--muted", RULE: "--rule", B: "--b"}
 
-SETTINGS: dict[str, Any] = {
-    "axes.edgecolor": RULE,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.labelcolor": MUTED,
-    "axes.labelsize": 8.5,
-    "axes.linewidth": 1.0,
-    "axes.axisbelow": True,
-    **{f"axes.spines.{side}": False for side in ("left", "right", "top")},
-    "figure.dpi": 100,
-    "figure.facecolor": "none",
-    "font.size": 8.5,
-    "grid.color": RULE,
-    "grid.linewidth": 0.8,
-    "legend.frameon": False,
-    "legend.fontsize": 8.5,
-    "legend.labelcolor": INK,
-    "svg.fonttype": "none",
-    "text.color": INK,
-    "text.parse_math": False,
-    **{f"{axis}tick.color": RULE for axis in "xy"},
-    **{f"{axis}tick.labelcolor": MUTED for axis in "xy"},
-    **{f"{axis}tick.labelsize": 8 for axis in "xy"},
-    **{f"{axis}tick.minor.size": 0 for axis in "xy"},
-    "ytick.major.size": 0,
+_GROUPS: dict[str, dict[str, Any]] = {
+    "axes": {"edgecolor": RULE, "facecolor": "none", "linewidth": 1.0, "axisbelow": True, "labelcolor": MUTED, "labelsize": 8.5},
+    "axes.grid": {"axis": "y"},
+    "axes.spines": {"left": False, "right": False, "top": False},
+    "figure": {"dpi": 100, "facecolor": "none"},
+    "font": {"size": 8.5},
+    "grid": {"color": RULE, "linewidth": 0.8},
+    "legend": {"frameon": False, "fontsize": 8.5, "labelcolor": INK},
+    "svg": {"fonttype": "none"},
+    "text": {"color": INK, "parse_math": False},
+    **{f"{axis}tick": {"color": RULE, "labelcolor": MUTED, "labelsize": 8, "minor.size": 0} for axis in "xy"},
+    "ytick.major": {"size": 0},
 }
+SETTINGS = {"axes.grid": True} | {f"{group}.{name}": value for group, own in _GROUPS.items() for name, value in own.items()}
 # The same with colours, for a picture on a light background.
 COLOURS = {INK: "#23211d", MUTED: "#716b61", RULE: "#e6e1d8"}
 LIGHT = {name: COLOURS.get(value, value) if isinstance(value, str) else value for name, value in SETTINGS.items()}

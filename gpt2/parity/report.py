@@ -275,12 +275,8 @@ class Report(Printed):
 
 
 # Columns of the table of blocks: a check, and the cells for its worst point.
-BLOCK_CELLS = {
-    "activations": ("error",),
-    "rounding": ("error", "theirs", "ratio", "at"),
-    "gradients": ("error",),
-    "gradients-rounding": ("ratio",),
-}
+BLOCK_CELLS: dict[str, tuple[str, ...]] = {"activations": ("error",), "rounding": ("error", "theirs", "ratio", "at")}
+BLOCK_CELLS |= {"gradients": ("error",), "gradients-rounding": ("ratio",)}
 
 
 def _cell(point: Point, what: str) -> Line:

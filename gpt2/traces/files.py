@@ -109,9 +109,5 @@ def _require_own(folder: Path) -> None:
         raise InputError(f"{folder}: holds {quoted(others[0])}, which is not of a trace; choose another folder, or remove it")
 
 
-FORMS: dict[str, Callable[[Path, Arrays, dict[str, Any]], None]] = {
-    ".safetensors": _safetensors,
-    ".npz": _npz,
-    STATE_FORM: _state,
-    "": _directory,
-}
+Writer = Callable[[Path, Arrays, dict[str, Any]], None]
+FORMS: dict[str, Writer] = {".safetensors": _safetensors, ".npz": _npz, STATE_FORM: _state, "": _directory}

@@ -52,17 +52,9 @@ class Feed:
             self.sent = (recipe.seed, step), self.send(recipe, step)
 
     def send(self, recipe: Recipe, step: int) -> StepRows:
-        x, y = batch(
-            self.ids,
-            recipe.context,
-            recipe.batch_size,
-            seed=recipe.seed,
-            step=step,
-            stride=recipe.context if recipe.data.padded else recipe.data.stride,
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
-            marks=self.marks,
-        )
+        stride = recipe.context if recipe.data.padded else recipe.data.stride
+        drawn = {"seed": recipe.seed, "step": step, "stride": stride, "rank": self.ranks.rank, "ranks": self.ranks.size}
+        x, y = batch(self.ids, recipe.context, recipe.batch_size, **drawn, marks=self.marks)
         apart = None
         if self.end is not None:
             apart = documents(x, self.end)
