@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any
 from gpt2.garbage import uncollected
 
 if TYPE_CHECKING:
-    from gpt2.checkpoint.loading import load as load
-    from gpt2.checkpoint.loading import load_tokenizer as load_tokenizer
+    from gpt2.checkpoint.loading import load as load, load_tokenizer as load_tokenizer
     from gpt2.checkpoint.saving import save as save
     from gpt2.comparison.ranking import Comparisons as Comparisons
     from gpt2.comparison.results import Comparison as Comparison
@@ -25,20 +24,16 @@ if TYPE_CHECKING:
     from gpt2.config import GPT2Config as GPT2Config
     from gpt2.devices.report import DeviceReport as DeviceReport
     from gpt2.devices.run import verify_device as verify_device
-    from gpt2.errors import CheckpointError as CheckpointError
-    from gpt2.errors import InputError as InputError
+    from gpt2.errors import CheckpointError as CheckpointError, InputError as InputError
     from gpt2.generation import generate as generate
     from gpt2.model import GPT2 as GPT2
     from gpt2.parity.report import Report as Report
     from gpt2.parity.run import verify as verify
-    from gpt2.port.diagnosis import Diagnosis as Diagnosis
-    from gpt2.port.diagnosis import diagnose as diagnose
+    from gpt2.port.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
     from gpt2.port.diagnosis.step import diagnose_step as diagnose_step
-    from gpt2.port.mapping import MappingReport as MappingReport
-    from gpt2.port.mapping import load_into as load_into
+    from gpt2.port.mapping import MappingReport as MappingReport, load_into as load_into
     from gpt2.port.mapping.checkpoint import checkpoint_of as checkpoint_of
-    from gpt2.traces.run import Trace as Trace
-    from gpt2.traces.run import trace as trace
+    from gpt2.traces.run import Trace as Trace, trace as trace
 
 __version__ = "0.1.0"
 

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 from support.random_models import write_checkpoint
 
-from gpt2.cli.main import COMMANDS as NAMES
-from gpt2.cli.main import main
+from gpt2.cli.main import COMMANDS as NAMES, main
 
 TEXT = (Path(__file__).parents[1] / "AGENTS.md").read_text(encoding="utf-8")
 PORT = """

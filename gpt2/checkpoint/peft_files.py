@@ -24,8 +24,7 @@ from torch import Tensor
 from gpt2.checkpoint.containers import Container, listed, read_json
 from gpt2.checkpoint.files import open_file
 from gpt2.checkpoint.keys import HEAD, expected, from_file, is_parameter, layer, to_file
-from gpt2.checkpoint.names import ADAPTED, DEFAULT, OFFICIAL, ModelName
-from gpt2.checkpoint.names import ADAPTER as CONFIG
+from gpt2.checkpoint.names import ADAPTED, ADAPTER as CONFIG, DEFAULT, OFFICIAL, ModelName
 from gpt2.checkpoint.saving import safetensors_file, write_file, write_json
 from gpt2.config import GPT2Config, number, quoted
 from gpt2.errors import CheckpointError, InputError, user_path

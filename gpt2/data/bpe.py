@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, processors, trainers
-from tokenizers import Tokenizer as Pipeline
+from tokenizers import AddedToken, Regex, Tokenizer as Pipeline, decoders, models, pre_tokenizers, processors, trainers
 
 from gpt2.config import quoted
 from gpt2.data.byte_level import LETTER, N_BYTES, PATTERN, Merges, byte_alphabet, openai_byte_order

@@ -14,8 +14,7 @@ from functools import cache
 from itertools import accumulate, pairwise
 from typing import Any
 
-from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import Tokenizer as Backend, models
 
 from gpt2.errors import InputError
 

@@ -14,8 +14,7 @@ from contextlib import contextmanager
 from functools import cached_property
 from typing import Any, Self
 
-from tokenizers import AddedToken
-from tokenizers import Tokenizer as Backend
+from tokenizers import AddedToken, Tokenizer as Backend
 
 from gpt2.config import quoted
 from gpt2.data import byte_level

@@ -14,8 +14,7 @@ from typing import Any, Self, get_type_hints
 from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, alike, did_you_mean
-from gpt2.optim import Optim
-from gpt2.optim import described as _key
+from gpt2.optim import Optim, described as _key
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system

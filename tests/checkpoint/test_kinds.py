@@ -132,8 +132,7 @@ def test_files_of_a_trainer_are_no_weights(tmp_path: Path) -> None:
 
 def test_one_name_of_a_tied_pair_is_enough(tmp_path: Path) -> None:
     """safetensors' save_model keeps the first name of the two, which is the head's."""
-    from transformers import GPT2Config as TheirConfig
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2Config as TheirConfig, GPT2LMHeadModel
 
     theirs = GPT2LMHeadModel(TheirConfig(vocab_size=61, n_positions=16, n_embd=12, n_layer=2, n_head=3, eos_token_id=60))
     theirs.config.save_pretrained(tmp_path)

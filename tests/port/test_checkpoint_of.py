@@ -12,8 +12,7 @@ import torch
 from support import hf_layouts
 from support.checks import mostly_slow
 from support.commands import refusal
-from support.faulty import CONFIG as SIZES
-from support.faulty import Faulty
+from support.faulty import CONFIG as SIZES, Faulty
 from support.ports import CONFIGS, PORTS, Port, logits
 from torch import Tensor, nn
 

@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from port.test_diagnosis import port as right
-from port.test_examination import attend
-from port.test_examination import port as replaced
+from port.test_examination import attend, port as replaced
 from support.faulty import ONE as CONFIG
 from torch import Tensor, nn
 

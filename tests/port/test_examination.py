@@ -12,8 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from port.test_diagnosis import port as nano
-from port.test_walk import CONFIG as SMALL
-from port.test_walk import IDS, checkpoint
+from port.test_walk import CONFIG as SMALL, IDS, checkpoint
 from support.faulty import ONE as CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn

@@ -5,9 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from port.test_alternatives import alternatives, logits
-from port.test_alternatives import ids as mutated_ids
-from port.test_alternatives import model as mutated
+from port.test_alternatives import alternatives, ids as mutated_ids, logits, model as mutated
 from support.faulty.loading import weights
 from support.random_models import model_of
 from torch import Tensor

@@ -106,8 +106,7 @@ def turned(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def transformers_saved(directory: Path, config: GPT2Config = TINY, *, shard_size: str = "5GB") -> dict[str, Tensor]:
     """The files that transformers' `save_pretrained` writes."""
-    from transformers import GPT2Config as TheirConfig
-    from transformers import GPT2LMHeadModel
+    from transformers import GPT2Config as TheirConfig, GPT2LMHeadModel
 
     fields = {
         name: value for name, value in config.to_hf().items() if name not in ("architectures", "model_type", "n_ctx", "dtype")

@@ -14,8 +14,7 @@ import torch
 
 from gpt2.data import token_files
 from gpt2.errors import InputError
-from gpt2.train import loop, parallel, shards
-from gpt2.train import step as feed
+from gpt2.train import loop, parallel, shards, step as feed
 from gpt2.train.loop import train
 from gpt2.train.recipe import Recipe
 from support import forks

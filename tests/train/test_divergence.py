@@ -15,8 +15,7 @@ from support.training import metrics, outcome
 
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.model import GPT2
-from gpt2.train import loop, state
-from gpt2.train import step as feed
+from gpt2.train import loop, state, step as feed
 from gpt2.train.loop import Diverged, Started, train
 from gpt2.train.step import fault_of, loss_limit
 

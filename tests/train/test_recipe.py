@@ -10,8 +10,7 @@ from support.commands import refusal
 
 from gpt2.data import shakespeare
 from gpt2.data.bpe import chars_of
-from gpt2.train import models
-from gpt2.train import recipe as recipes
+from gpt2.train import models, recipe as recipes
 from gpt2.train.corpus import texts
 from gpt2.train.listing import list_data
 from gpt2.train.loop import train

@@ -30,8 +30,7 @@ from gpt2.port.anatomy.anatomy import Anatomy
 from gpt2.port.anatomy.flow import Flow
 from gpt2.port.anatomy.stream import NotGPT2, Stream
 from gpt2.port.mapping import ROUNDED_CONSTANT, LogitsCheck, worst_error
-from gpt2.port.mapping.departures import rows_apart, structural_causes
-from gpt2.port.mapping.departures import vocabulary as vocabulary_of
+from gpt2.port.mapping.departures import rows_apart, structural_causes, vocabulary as vocabulary_of
 from gpt2.port.mapping.filling import Own, own_weights, put
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.mapping.report import in_a_line

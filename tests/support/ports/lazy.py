@@ -3,8 +3,7 @@
 import torch
 from torch import nn
 
-from support.ports.parts import GPT, Block, put
-from support.ports.parts import fill as fill_parts
+from support.ports.parts import GPT, Block, fill as fill_parts, put
 
 
 class Layer(Block):
