@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     from gpt2.comparison.results import Comparison as Comparison
     from gpt2.comparison.run import compare as compare
     from gpt2.config import GPT2Config as GPT2Config
-    from gpt2.devices.report import DeviceReport as DeviceReport
-    from gpt2.devices.run import verify_device as verify_device
+    from gpt2.devices.run import DeviceReport as DeviceReport, verify_device as verify_device
     from gpt2.errors import CheckpointError as CheckpointError, InputError as InputError
     from gpt2.generation import generate as generate
     from gpt2.model import GPT2 as GPT2
@@ -43,7 +42,7 @@ _HOME = {
     "CheckpointError": "errors",
     "Comparison": "comparison.results",
     "Comparisons": "comparison.ranking",
-    "DeviceReport": "devices.report",
+    "DeviceReport": "devices.run",
     "Diagnosis": "port.diagnosis",
     "InputError": "errors",
     "MappingReport": "port.mapping",

@@ -15,7 +15,7 @@ from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, Name, dtype_name
 from gpt2.checkpoint.official import Official, official_files
 from gpt2.checkpoint.saving import save, sha256
 from gpt2.damage import ADVICE
-from gpt2.devices.report import DeviceReport
+from gpt2.devices.run import DeviceReport, verify_device
 from gpt2.errors import InputError
 from gpt2.measure.allocator import give_back_freed_memory
 from gpt2.measure.environment import environment
@@ -74,8 +74,6 @@ def verify(name: Name | GPT2 = DEFAULT, *, device: "str | torch.device | None" =
     if device is not None:
         if isinstance(name, GPT2) or changed(settings, "dtype", "build", "quick", "keep_going", "record", "watch"):
             raise InputError("verify: device takes a name, seed, revision, offline and progress alone; leave the others out")
-        from gpt2.devices.run import verify_device
-
         return verify_device(name, device, **pick(settings, "seed", "revision", "offline", "progress"))
     if not isinstance(name, GPT2):
         return _verified(name, settings)

@@ -24,8 +24,7 @@ from gpt2.comparison.sides.checkpoint_side import CheckpointSide
 from gpt2.comparison.sides.side import environment_of
 from gpt2.devices import judge
 from gpt2.devices.judge import Judge, Verdict
-from gpt2.devices.report import DeviceReport
-from gpt2.devices.run import verify_device
+from gpt2.devices.run import DeviceReport, verify_device
 from gpt2.measure.environment import environment
 from gpt2.measure.metrics import silent
 from gpt2.measure.placement import missing_kernel, placed
