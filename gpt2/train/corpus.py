@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from gpt2.checkpoint.loading import load_tokenizer
-from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files, tokenizing
+from gpt2.data import Tokenizer, from_directory, holds_tokenizer, shakespeare, token_files
 from gpt2.data.batches import FILLER, HASHED, SCORED, held_out, lay_out, slices
 from gpt2.data.bpe import chars_of, train_bpe, words_of
 from gpt2.data.documents import LINE_ENDS, Document, documents, files, size, skipped
@@ -64,7 +64,7 @@ def corpus(recipe: Recipe, tokenizer: Tokenizer | None = None, *, scratch: bool 
     reads_files = data.tokenizer == "gpt2" or (tokenizer and not scratch)  # other tokenizers are made from a text in memory
     if data.tokens:
         text = _of_token_files(recipe, tokenizer, check)
-    elif reads_files and data.path and not data.label and size(files(data.path)) > tokenizing.LARGE:
+    elif reads_files and data.path and not data.label and size(files(data.path)) > token_files.LARGE:
         text = _of_large_text(recipe, tokenizer or load_tokenizer("gpt2").with_tokens(data.add_tokens), check)
     else:
         text = _in_memory(recipe, tokenizer)
@@ -102,10 +102,10 @@ def _of_large_text(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> Corpus:
     data, notes = recipe.data, list[str]()
     end = _end(tokenizer, notes)
     context = recipe.context if data.padded else 0
-    layout = tokenizing.Layout(data.field, data.prompt, data.held_out, data.split_seed, data.padded, context)
-    task = tokenizing.Task(tokenizer, end, layout)
+    layout = token_files.Layout(data.field, data.prompt, data.held_out, data.split_seed, data.padded, context)
+    task = token_files.Task(tokenizer, end, layout)
     say = partial(print, file=sys.stderr, flush=True)
-    arrays, tally = tokenizing.prepared(data.path, files(data.path), task, say, check=check)
+    arrays, tally = token_files.prepared(data.path, files(data.path), task, say, check=check)
     many = tally["documents"] > 1
     held = "some, chosen by their text" if many else "the last part"
     notes.append(f"token files of {tally['documents']:,} document{'s' * many}; held out: {held}")

@@ -10,7 +10,7 @@ import torch
 from support.commands import refusal
 from support.training import outcome, stop_at
 
-from gpt2.data import from_directory, tokenizing
+from gpt2.data import from_directory, token_files
 from gpt2.data.batches import batch
 from gpt2.data.bpe import chars_of
 from gpt2.train import step as feed
@@ -58,7 +58,7 @@ def test_token_files_train_as_their_text_does(recipe, files, whole, tmp_path):
 
 def test_a_large_text_with_a_tokenizer_of_its_own_goes_on(recipe, text, whole, tmp_path, monkeypatch):
     """With the checkpoint's tokenizer it became token files of another hash, so a run could neither go on nor rewind."""
-    monkeypatch.setattr(tokenizing, "LARGE", 0)
+    monkeypatch.setattr(token_files, "LARGE", 0)
     (tmp_path / "text.txt").write_bytes(text.read_bytes())
     own = replace(recipe, data=replace(recipe.data, path=str(tmp_path / "text.txt")))
     assert train(own, tmp_path / "run", report=stop_at(5)).stopped == "interrupted"

@@ -14,7 +14,7 @@ import pytest
 from support.commands import ASSET, alive, refusal
 from support.training import killed
 
-from gpt2.data import documents, from_directory, tokenizing
+from gpt2.data import documents, from_directory, token_files
 from gpt2.train.corpus import Corpus, corpus
 from gpt2.train.recipe import Data, Recipe
 
@@ -35,9 +35,9 @@ def table(tmp_path_factory) -> Path:
 def read(recipe: Recipe, large: int) -> Corpus:
     """The corpus, from token files if the text has more than ``large`` bytes."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tokenizing, "LARGE", large)
-        patch.setattr(tokenizing, "GROUP", 3000)
-        patch.setattr(tokenizing, "SAVE_EVERY", 2)
+        patch.setattr(token_files, "LARGE", large)
+        patch.setattr(token_files, "GROUP", 3000)
+        patch.setattr(token_files, "SAVE_EVERY", 2)
         return corpus(recipe, TOKENIZER)
 
 
@@ -86,7 +86,7 @@ def test_a_text_in_pieces_is_the_whole_text(recipe, tmp_path, monkeypatch):
 
 def tokenized_and_killed(recipe: Recipe, children: Path) -> None:
     """Tokenize, and be killed behind the first progress that is saved; ``children`` gets the processes that tokenize."""
-    save = tokenizing._save
+    save = token_files._save
 
     def save_and_end(*args):
         save(*args)
@@ -94,7 +94,7 @@ def tokenized_and_killed(recipe: Recipe, children: Path) -> None:
         children.write_text(" ".join(each.read_text() for each in tasks))
         os.kill(os.getpid(), signal.SIGKILL)
 
-    tokenizing._save = save_and_end
+    token_files._save = save_and_end
     read(recipe, 0)
 
 
