@@ -29,6 +29,7 @@ ROUNDINGS: dict[str, Callable[[str, Tensor], Tensor]] = {  # type -> a parameter
     "bfloat16": lambda _, tensor: tensor.bfloat16().float(),
 }
 CHUNK = 1 << 18  # entries compared at a time: their float64 copies stay in the cache
+Blocks = Callable[[Tensor], Iterator[Recorded]]  # ids (1, T) -> activations, one block at a time
 
 
 @dataclass(frozen=True)
@@ -211,9 +212,6 @@ def quantisation(a: Read, b: Read, changed: Collection[str]) -> str | None:
 def beyond_rounding(a: Read, b: Read, changed: Iterable[str], type: str) -> Iterator[str]:
     """Yield the parameters of b that are not a's, rounded to a type of ``ROUNDINGS``."""
     return (name for name in changed if not torch.equal(ROUNDINGS[type](name, a(name)), b(name).float()))
-
-
-Blocks = Callable[[Tensor], Iterator[Recorded]]  # ids (1, T) -> activations, one block at a time
 
 
 @dataclass(frozen=True)

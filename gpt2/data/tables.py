@@ -16,6 +16,7 @@ PARSED = 12  # bytes of memory for a byte of a .json file
 SPEAKERS = {"user": "question", "human": "question", "assistant": "answer", "gpt": "answer", "system": "system"}
 
 Record = Mapping[str, Any]  # one line of a table: field to value
+Reader = Callable[[Path], Iterator[tuple[str, Record]]]
 
 
 def records(path: Path) -> Iterator[tuple[str, Record]]:
@@ -140,5 +141,4 @@ def text_file(path: Path, newline: str | None) -> Iterator[IO[str]]:
         raise not_utf8(path, error) from None
 
 
-Reader = Callable[[Path], Iterator[tuple[str, Record]]]
 READERS: dict[str, Reader] = {".jsonl": _lines, ".json": _array, ".csv": _rows, ".tsv": _rows, ".parquet": _parquet}

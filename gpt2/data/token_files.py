@@ -39,6 +39,7 @@ SAMPLES, BLOCK = 4096, 2048  # of a longer file, only so many blocks of so many 
 LARGE = 64 * 2**20  # bytes of text from which on token files are made
 GROUP = 1 << 20  # characters that a process tokenizes at a time
 SAVE_EVERY = 32  # groups
+Piece = tuple[Document, bool, bool]  # whether it goes on a document, and whether that is held out
 
 
 def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -218,9 +219,6 @@ def _divide(folder: Path, layout: Layout, tally: Counter[str]) -> None:
     ids[cut:].tofile(folder / FILES[1])
     del ids
     os.truncate(folder / FILES[0], 2 * cut)
-
-
-Piece = tuple[Document, bool, bool]  # whether it goes on a document, and whether that is held out
 
 
 def _split(found: Iterable[Document], layout: Layout) -> Iterator[Piece]:

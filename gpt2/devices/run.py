@@ -24,6 +24,10 @@ from gpt2.model import GPT2
 from gpt2.optim import AdamW
 from gpt2.pages.reports import Interrupted, Line, Printed, Section, Styled, as_json, bold, dim, yellow
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+TOKENS, LONG = 24, 1024
+PARAMETERS = 200e6  # of a larger model, as many blocks are judged as have so many
+
 
 @dataclass(frozen=True)
 class DeviceReport(Printed):
@@ -109,11 +113,6 @@ def _cell(verdicts: list[Verdict]) -> Line:
         return Styled(f"✗ {bad[0].operator}", "bold red") if any(each.wrong for each in bad) else yellow("incomplete")
     coarse = dict.fromkeys(str(each.arithmetic) for each in verdicts if each.arithmetic != each.dtype)
     return yellow(", ".join(coarse)) if coarse else f"× {max((each.ratio for each in verdicts), default=0):.2f}"
-
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-TOKENS, LONG = 24, 1024
-PARAMETERS = 200e6  # of a larger model, as many blocks are judged as have so many
 
 
 def verify_device(

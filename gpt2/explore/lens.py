@@ -35,6 +35,8 @@ MAX_TOKENS = 128  # of a prompt, side by side on a page
 MAX_WEIGHTS = 3_000_000  # attention weights of one model, a page of about 4 MB
 MAX_CHARACTERS = 4_000  # of a prompt, before it is cut into tokens
 UNEXPECTED = 12  # bits of surprise with the darkest colour: one in four thousand
+PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
+TOP = 8  # candidates kept per reading
 
 
 @dataclass(frozen=True)
@@ -187,10 +189,6 @@ def _shown(text: str) -> str:
 
 def _short(value: float | None) -> float | None:
     return float(f"{value:.3g}") if value is not None and math.isfinite(value) else None
-
-
-PROMPT = "JULIET:\nO Romeo, Romeo! wherefore art"
-TOP = 8  # candidates kept per reading
 
 
 @dataclass(frozen=True)

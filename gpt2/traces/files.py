@@ -25,6 +25,7 @@ INDEX = "index.json"
 ABOUT = "about.json"  # of an .npz: the bytes of the JSON, as uint8
 STATE_FORM = ".bin"  # llm.c's debug state
 Arrays = Mapping[str, Tensor]
+Writer = Callable[[Path, Arrays, dict[str, Any]], None]
 
 
 def require_form(path: str | Path) -> str:
@@ -109,5 +110,4 @@ def _require_own(folder: Path) -> None:
         raise InputError(f"{folder}: holds {quoted(others[0])}, which is not of a trace; choose another folder, or remove it")
 
 
-Writer = Callable[[Path, Arrays, dict[str, Any]], None]
 FORMS: dict[str, Writer] = {".safetensors": _safetensors, ".npz": _npz, STATE_FORM: _state, "": _directory}

@@ -27,6 +27,10 @@ from gpt2.traces.batch import NO_TARGET, TokenRows, as_rows, default_batch, read
 from gpt2.traces.files import write
 
 FIRST = 3  # values shown of each array
+STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
+MAX_STEPS = 1000
+Targets = Tensor | np.ndarray
+Ids = str | Path | Targets | list[int] | list[list[int]]
 
 
 @dataclass(frozen=True)
@@ -102,12 +106,6 @@ class Trace(Printed):
         size, left_out = sum(tensor.nbytes for tensor in self.arrays.values()), len(self.arrays) - len(rows)
         more = f", {left_out} of them not shown" if left_out else ""
         yield Section(note=f"{len(self.arrays)} arrays{more}, {self.dtype}, {size / 1e6:,.1f} MB; computed in float64")
-
-
-STORED = ("float32", "float64", "float16")  # NumPy has no bfloat16
-MAX_STEPS = 1000
-Targets = Tensor | np.ndarray
-Ids = str | Path | Targets | list[int] | list[list[int]]
 
 
 def trace(

@@ -15,6 +15,9 @@ from gpt2.train import parallel
 from gpt2.train.parallel import ALONE, Ranks
 from gpt2.train.recipe import Recipe
 
+MARGIN = 2.0  # nats at least that a loss has exploded by, from which later steps do not recover; for small vocabularies
+MAX_SKIPS, MAX_REWINDS = 10, 3  # skips in a row, rewinds in a run; more stop the run
+
 
 class StepRows(NamedTuple):
     """This rank's rows of a step, int64: inputs ``x`` and targets ``y`` (rows, context), of which some may be :data:`UNSCORED`.
@@ -67,10 +70,6 @@ class Feed:
     def copied(self, rows: np.ndarray) -> Tensor:
         own = torch.from_numpy(rows)
         return (own.pin_memory() if self.ranks.device.type == "cuda" else own).to(self.ranks.device, non_blocking=True)
-
-
-MARGIN = 2.0  # nats at least that a loss has exploded by, from which later steps do not recover; for small vocabularies
-MAX_SKIPS, MAX_REWINDS = 10, 3  # skips in a row, rewinds in a run; more stop the run
 
 
 def optimizer_step(
