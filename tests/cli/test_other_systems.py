@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from support import forks
+from support.random_models import write_checkpoint
 
 from gpt2.cli.main import main
 
@@ -36,7 +37,7 @@ SETTINGS += " data.path=text.txt data.tokenizer=chars model.n_layer=1 model.n_em
 TRAIN = ["train", "shakespeare-mini", "--out", "run", *(f"--set={each}" for each in SETTINGS.split())]
 COMMANDS = [["info"], ["generate", "--max-new-tokens", "3", "--prompt", "O"], TRAIN, TRAIN]
 COMPARE = ["compare", "shakespeare-mini", "shakespeare-mini:bf16", "--tokens", "16"]
-OTHERS = [COMPARE, ["diagnose", "port.py"], ["verify", "--quick"]]
+OTHERS = [COMPARE, ["diagnose", "port.py", "--model", "model"], ["verify", "model", "--quick"]]
 RUN = """
 import json
 for name in [name for name in sys.modules if name.partition(".")[0] == "gpt2"]:
@@ -52,7 +53,8 @@ assert "fcntl" in sys.modules and sys.modules["fcntl"] is None, "the imitation i
 def test_commands_run_on_another_system(commands: list[list[str]], tmp_path: Path) -> None:
     """`import fcntl` kept `gpt2 train` from starting on Windows, and SIGUSR1 `gpt2 diagnose`. One process runs all."""
     (tmp_path / "sitecustomize.py").write_text(ELSEWHERE)
-    (tmp_path / "port.py").write_text("import gpt2\ndef build():\n    return gpt2.load()\n")
+    (tmp_path / "port.py").write_text("import gpt2\ndef build():\n    return gpt2.load('model')\n")
+    write_checkpoint(tmp_path / "model")
     (tmp_path / "text.txt").write_text("To be, or not to be, that is the question.\n" * 400)
     environ = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path(__file__).parents[2]}"}
     done = forks.run("-c", ELSEWHERE + RUN, json.dumps(commands), environ=environ, cwd=tmp_path)
