@@ -23,6 +23,7 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SOURCES = "tools/README.md", "gpt2/parity/README.md", "gpt2/port/RESULTS.md"  # of the README's figures
 PORTS = (ROOT / "gpt2/port/README.md").read_text(encoding="utf-8")
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80"}
+SETTINGS = {"environ": ENVIRONMENT, "timeout": 300, "modules": forks.WITH_TRANSFORMERS}
 PORT = f"""
 import sys
 
@@ -114,9 +115,7 @@ def test_every_command_of_the_readme_prints_what_is_shown(tmp_path: Path) -> Non
     commands = shown()
     assert {command.split()[1] for command, _ in commands} == {"train", "compare", "diagnose", "export"}
     for command, output in commands:
-        done = forks.run(
-            "-m", *shlex.split(command), status=int("MISMATCH" in output), environ=ENVIRONMENT, cwd=tmp_path, timeout=300
-        )
+        done = forks.run("-m", *shlex.split(command), status=int("MISMATCH" in output), cwd=tmp_path, **SETTINGS)
         assert "training mode" not in done.stdout  # of a class: its mode is not the user's
         missing = holds(done.stdout, output)
         assert not missing, f"{command}\n{missing}\n--- is not in what it printed ---\n{done.stdout}"
@@ -143,7 +142,7 @@ def test_the_python_shown_runs(tmp_path: Path) -> None:
     block = next(block for block in blocks("python") if block.startswith("import gpt2\n"))
     quick = block.replace('verify("shakespeare-mini")', 'verify("shakespeare-mini", quick=True)')  # the command does it all
     code = f"{quick}\nassert report.ok\n"
-    forks.run("-c", code, environ=ENVIRONMENT, cwd=tmp_path, timeout=300)
+    forks.run("-c", code, cwd=tmp_path, **SETTINGS)
 
 
 def test_the_comparison_sees_a_difference() -> None:
@@ -252,7 +251,7 @@ def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     else:
         words = shlex.split(example)
         less = [] if {"--attention", "--tokens"} & {*words} else LESS.get(words[1], [])
-        done = forks.run("-m", *words, *less, environ=ENVIRONMENT, cwd=tmp_path)
+        done = forks.run("-m", *words, *less, cwd=tmp_path, **SETTINGS)
     assert "Warning" not in done.stderr
     if "--json -" in example:
         json.loads(done.stdout)
