@@ -20,7 +20,8 @@ NOTEBOOKS = sorted((Path(__file__).parents[1] / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS, "a glob that finds nothing passes everything"
 QUICK = [path for path in NOTEBOOKS if path.stem[:2] not in ("04", "05", "07", "08")]  # these train
 SHORTER = {  # a reader's run, and a test's, which shows the same
-    "STEPS = 500": "STEPS = 200",
+    "STEPS = 500": "STEPS = 240",
+    "len(train_ids) - T - 1, (16, 1)": "len(train_ids) - T - 1, (8, 1)",
     "step, lr=3e-3": "step, lr=4e-3",
     "chain(3)": "chain(2)",  # with and without a residual stream, as three are
     "nothing) for _ in range(3)": "nothing) for _ in range(2)",
@@ -52,7 +53,7 @@ SHORTER = {  # a reader's run, and a test's, which shows the same
     "for n in range(4)": "for n in range(1)",  # runs that are timed
 }
 FROM_NOTHING = "# Inside GPT-2"  # begins the notebook whose kernel is a process of its own, as Jupyter starts it
-MODULES = f"{forks.MODULES} matplotlib.pyplot ipykernel.kernelapp torch._dynamo"  # an optimizer imports the last
+MODULES = f"{forks.WITH_TRANSFORMERS} matplotlib.pyplot ipykernel.kernelapp"
 EXERCISE = "exercise"  # the tag of a cell that checks a reader's answer
 ANSWERS = tomllib.loads((Path(__file__).parent / "support" / "exercises.toml").read_text())
 ROUNDING = re.compile(r"to the last\s+bit|,?\s*(to\s+)?\d(\.\d)?e-(0[6-9]|1\d)")  # errors of some processors, left out if 0
