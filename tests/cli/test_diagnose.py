@@ -124,7 +124,7 @@ def test_a_step_that_never_ends_is_seen_to_run_and_is_ended(tmp_path: Path) -> N
     (tmp_path / "port.py").write_text(ENDLESS)
     seen: list[str] = []
     file = str(tmp_path / "port.py")
-    for timeout in (5, 20, 80, 320):  # of each stage: on a busy machine, importing torch alone may take longer
+    for timeout in (3, 20, 80, 320):  # of each stage: on a busy machine, importing torch alone may take longer
         said = refusal(runner.run, file, "shakespeare-mini", step=file, timeout=timeout, progress=seen.append)
         if "one call of its step" in said:
             break

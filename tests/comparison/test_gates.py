@@ -4,13 +4,12 @@ import json
 import math
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from support import forks
 from support.commands import mistake, refusal
 from support.random_models import changed, noisy, write_checkpoint
 
@@ -183,7 +182,7 @@ def test_the_fixture_in_a_project_of_its_own(folders: tuple[str, str, str], text
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["gpt2.testing"]\n')
     call = "def test_{}(assert_same):\n    assert_same({!r}, {!r}, on={!r}, tokens=64, kl=1e-3)\n"
     (tmp_path / "test_it.py").write_text("".join(call.format(n, folders[0], folders[n], text) for n in (0, 1)))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path), str(tmp_path)]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    words = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", tmp_path, tmp_path]
+    ran = forks.run(*words, status=1, cwd=tmp_path)
     assert "1 failed, 1 passed" in ran.stdout
     assert "differ: kl>0.001: mean KL(a‖b) in nats is" in ran.stdout
