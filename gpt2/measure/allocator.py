@@ -5,6 +5,7 @@ import os
 from typing import Any
 
 TRIM_THRESHOLD, MMAP_MAX, ARENA_MAX = -1, -4, -8  # parameters of mallopt, from glibc's malloc.h
+WORTH = 16e6  # bytes; for fewer, looking through the whole heap takes longer than a small model's stage
 
 
 def keep_freed_memory() -> bool:
@@ -18,13 +19,13 @@ def keep_freed_memory() -> bool:
     return mallopt is not None and all(mallopt(name, to) for name, to in ((MMAP_MAX, 0), (TRIM_THRESHOLD, -1), (ARENA_MAX, 1)))
 
 
-def give_back_freed_memory() -> bool:
-    """Return freed memory to the system, also that between blocks in use; return whether the C library can (glibc can).
+def give_back_freed_memory(freed: float = WORTH) -> bool:
+    """Return freed memory to the system, also that between blocks in use, if it may be much; return whether it was done.
 
     Where each step frees its gradients one by one, glibc keeps them as holes of the heap that the next step does not fit into:
-    1 GB more for each step at gpt2's shape in float64.
+    1 GB more for each step at gpt2's shape in float64. ``freed``: about how many bytes; it looks through the whole heap.
     """
-    trim = _of_libc("malloc_trim")
+    trim = _of_libc("malloc_trim") if freed >= WORTH else None
     if trim is not None:
         trim(0)
     return trim is not None

@@ -175,6 +175,11 @@ class Subject:
         return self.checkpoint.config
 
     @property
+    def bytes(self) -> int:
+        """What the model takes in float64."""
+        return 8 * self.config.num_parameters()
+
+    @property
     def adapted(self) -> frozenset[str]:
         """The parameters that a LoRA adapter changed."""
         return self.checkpoint.changed if isinstance(self.checkpoint, AdaptedCheckpoint) else frozenset()

@@ -37,10 +37,10 @@ def forward(subject: Subject) -> None:
     text, where = _greedy(subject)
     expected, theirs, noise = _activations(subject, torch.cat((subject.probe.rows, text)), slice(where.start - 1, where.stop - 1))
     _text(subject, text[0], where, expected[-1], theirs, max(each.largest for each in noise))
-    give_back_freed_memory()
+    give_back_freed_memory(subject.bytes)
     _parts(subject, expected[:-1], [each.ways for each in noise])
     del expected
-    give_back_freed_memory()
+    give_back_freed_memory(subject.bytes)
     _windows(subject, [each.hidden for each in noise])
 
 
@@ -92,7 +92,7 @@ def _activations(subject: Subject, rows: Tensor, chosen: slice) -> tuple[Tensor,
             ours.clear()
             reference.clear()
             if logits:
-                give_back_freed_memory()
+                give_back_freed_memory(subject.bytes)
             noisy = next(steps) or Recorded()
             for name, tensor in expected.items():
                 samples = noisy[name].chunk(count) if len(noisy[name]) > len(tensor) else [noisy[name]]  # wpe has one row

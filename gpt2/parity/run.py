@@ -141,7 +141,7 @@ def _verified(name: Name, settings: VerifySettings) -> Report:
 def _compare(subject: Subject) -> None:
     """Run every check. Raises DifferenceFound: one does not hold, and the run is to stop there."""
     findings = subject.findings
-    give_back_freed_memory()  # of the files that transformers wrote
+    give_back_freed_memory(subject.bytes)  # of the files that transformers wrote
     findings.progress("tokens")
     checks.tokens(subject)  # first, because a damaged vocabulary should be reported at once
     findings.settle("tokens")
@@ -152,7 +152,9 @@ def _compare(subject: Subject) -> None:
     checks.embeddings(subject)
     findings.settle("adapter")
     for stage in (forward,) if findings.quick else (forward, gradients, rounded_gradients):
-        give_back_freed_memory()  # each stage has tensors of other sizes, which do not fit the holes of the one before
+        give_back_freed_memory(
+            subject.bytes
+        )  # each stage has tensors of other sizes, which do not fit the holes of the one before
         _decide(stage, subject)
 
 
@@ -169,7 +171,7 @@ def _decide(stage: Callable[[Subject], None], subject: Subject) -> None:
         findings.points, findings.finished = {id: points[: before[id]] for id, points in findings.points.items()}, finished
         embedding = 8 * subject.config.vocab_size * subject.config.n_embd
         subject.draws = min(MORE_DRAWS, max(2, int(MORE_BYTES / embedding)))
-        give_back_freed_memory()
+        give_back_freed_memory(subject.bytes)
         stage(subject)
 
 

@@ -56,19 +56,22 @@ Walk = Callable[[Callable[[Step], None]], None]
 def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive], AbstractContextManager[Streamed]]) -> Walk:
     """Return a walk through the backward pass of each sequence's mean loss, summed over the (B, T + 1) ``sequences``."""
 
+    def give_back(_: Tensor | None = None) -> None:
+        give_back_freed_memory(sum(p.nbytes for p in model.parameters()))
+
     def walk(emit: Callable[[Step], None]) -> None:
         with streamed(lambda *block: emit(Step(*block))) as context:
             with taking_turns(partial(emit, NOTHING)):
                 hidden = hidden_of(model, sequences[:, :-1])
             leaf = hidden.detach().requires_grad_()
             logits = head_of(model, leaf)
-            logits.register_hook(_give_back)  # what the loss leaves: the gradient of the embedding does not fit there
+            logits.register_hook(give_back)  # what the loss leaves: the gradient of the embedding does not fit there
             loss = token_losses(logits, sequences[:, 1:])
             del logits
             loss.mean(-1).sum().backward()
             losses = loss.detach()
             del loss  # and with it the logits
-            give_back_freed_memory()  # for the next model's
+            give_back()  # for the next model's
             tied = UNTIED not in context.outside
             head = {name: p for name, p in context.outside.items() if name == ("wte.weight" if tied else UNTIED)}
             emit(Step(None, 0, {HEAD if tied else UNTIED: gradient for gradient in take_gradients(head).values()}, head, losses))
@@ -78,10 +81,6 @@ def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive],
             emit(Step(None, 0, outside, context.outside))
 
     return walk
-
-
-def _give_back(_: Tensor) -> None:
-    give_back_freed_memory()
 
 
 @dataclass
@@ -233,7 +232,7 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
                     own.gradients.clear()
                     step.gradients.clear()
                     if expected.layer is None:  # gradients of the embedding: the next model's is as large
-                        give_back_freed_memory()
+                        give_back_freed_memory(subject.bytes)
             if moved:
                 inside = "ln_f" if "ln_f.weight" in changes else f"h.{expected.layer}"
                 where = inside if expected.layer is not None else UNTIED if UNTIED in changes else "wte, wpe"
@@ -253,7 +252,7 @@ def _settle(subject: Subject, step: Step) -> None:
     """End a block's step; before and behind the blocks, give back the memory of what is freed, where nothing else fits."""
     subject.findings.settle()
     if step.layer in (0, subject.config.n_layer):
-        give_back_freed_memory()
+        give_back_freed_memory(subject.bytes)
 
 
 def _whole(changes: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
