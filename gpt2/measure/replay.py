@@ -3,13 +3,12 @@
 Its inputs lie in memory as in this run (transposed, or a part of a larger tensor); of a call in place all of that is the result.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gpt2.errors import InputError
 from gpt2.model import GPT2
@@ -35,7 +34,7 @@ class Replay(TorchFunctionMode):
 
     def __call__(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Call ``func`` and show it; return its result in float64, rounded."""
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        tensors = list(_tensors((args, *kwargs.values())))
         read = [self.modules[_memory(x)] for x in tensors if _memory(x) in self.modules]
         self.module = read[-1] if read else self.module
         where, name = self.module if read else f"after {self.module}", getattr(func, "__name__", "")
@@ -57,8 +56,8 @@ class Replay(TorchFunctionMode):
                 return same
 
             with torch.set_grad_enabled(training):
-                own_args, own_kwargs = tree_map_only(Tensor, view, (args, kwargs))
-                again = func(*own_args, **own_kwargs)
+                own_args = _changed(args, view)
+                again = func(*own_args, **{key: _changed(value, view) for key, value in kwargs.items()})
                 if training:
                     return torch.autograd.grad(again, leaves, wholes[-1])
                 return [_whole(own_args[0]) if in_place else again]
@@ -76,6 +75,22 @@ class Replay(TorchFunctionMode):
         if output.requires_grad:
             output.register_hook(lambda above: self.seen(f"{operator}, backward", where, run, [*wholes, above]))
         return rounded
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    """Yield the tensors of a call's arguments; torch's own trees take a fifth of the time."""
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def _changed(value: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return a call's argument with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    return type(value)(_changed(each, change) for each in value) if type(value) in (list, tuple) else value
 
 
 def _memory(x: Tensor) -> int:
