@@ -22,7 +22,7 @@ from gpt2.errors import InputError
 def as_pairs(merges: Any, where: str) -> list[tuple[str, str]]:
     """Return merges as pairs, from lines "a b" or from pairs [a, b], as in newer `tokenizer.json`."""
     found = [tuple(merge.split(" ") if isinstance(merge, str) else merge) for merge in merges or ()]
-    if not {*map(len, found)} <= {2} or any("" in pair for pair in found):
+    if not {*map(len, found)} <= {2} or any(not a or not b for a, b in found):
         number, wrong = next((i, merge) for i, merge in enumerate(merges) if len(found[i]) != 2 or "" in found[i])
         raise InputError(f"{where}: merge {number} is {quoted(wrong)}, not two tokens; it is damaged, fetch it again")
     return found

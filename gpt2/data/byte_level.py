@@ -6,7 +6,6 @@ OpenAI's `encoder.py`). tiktoken ranks a pair by the joined bytes, `tokenizers` 
 the one that its own bytes lead to (:func:`core`).
 """
 
-import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -96,7 +95,7 @@ class Letters:
 
 
 # The last few, with the vocabulary and merges that each is of: models that are compared have the same ones.
-_CORES: dict[bytes, tuple[Mapping[str, int], Merges, Core]] = {}
+_CORES: list[tuple[Mapping[str, int], Merges, Core]] = []
 
 
 def lossless(backend: Backend, vocab: Mapping[str, int]) -> bool:
@@ -117,16 +116,13 @@ def core(backend: Backend, vocab: Mapping[str, int], merges: Merges | None) -> C
         return Letters(vocab) if single else None
     if merges is None or not isinstance(model, models.BPE) or model.ignore_merges or not lossless(backend, vocab):
         return None
-    key = hashlib.sha256(model.__getstate__()).digest()
-    if (known := _CORES.pop(key, None)) is None or known[:2] != (vocab, merges):
+    if (known := next((each for each in _CORES if each[:2] == (vocab, merges)), None)) is None:
         # By pairs, a token's own bytes must lead to it: then no other pair of tokens with the same bytes ever stands in a text.
         tokens = [a + b for a, b in merges]
         if len({*tokens}) < len(tokens) or any(len(model.tokenize(token)) != 1 for token in tokens):
             return None
         known = vocab, merges, Core(vocab, merges)
-    _CORES[key] = known
-    while len(_CORES) > KEPT:
-        del _CORES[next(iter(_CORES))]
+    _CORES[:] = [*[each for each in _CORES if each is not known][1 - KEPT :], known]
     return known[2]
 
 
