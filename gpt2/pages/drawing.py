@@ -106,7 +106,7 @@ def both(name: str, title: str, draw: "Callable[[Axes, bool], None]") -> str:
 
 def logarithmic(axes: "Axes") -> None:
     """Make the y axis logarithmic, once its values are drawn, with three labels or more, such as 10⁻⁴ or 0.02."""
-    from matplotlib.ticker import LogLocator, MaxNLocator
+    from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 
     axes.set(yscale="log")
     axis = axes.yaxis
@@ -116,7 +116,7 @@ def logarithmic(axes: "Axes") -> None:
             break
     axis.set_major_locator(locator)
     axis.set_major_formatter(_power)
-    axis.set_minor_formatter(lambda value, at: "")  # its own are formulas for TeX
+    axis.set_minor_locator(NullLocator())  # its own labels are formulas for TeX
 
 
 def _power(value: float, _: object = None) -> str:
