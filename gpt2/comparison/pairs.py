@@ -142,6 +142,7 @@ def measure(
         weights = _weights(*sides, progress)
     progress(f"{b.name}: loading")
     with b:
+        cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
         if not several and "activations" not in fit.impossible:
             start = ids[None, : min(passage.windows.context, TRACED)]
             fit = fit.without(a.left_out(start) | b.left_out(start))
@@ -157,7 +158,6 @@ def measure(
             del measured
         else:
             language = in_its_tokens(b, passage, seed)
-        cases = None if settings.cases is None else compare_cases(settings.cases, (a, b), seed=seed, progress=progress)
         last_words = _last_words(b, passage, seed, progress)
         if distributions is not None:
             floor = floors.get(b.dtype) or measure_floor(b, ids, a.dtype, b.dtype)

@@ -41,16 +41,27 @@ def opened(side: str) -> tuple[gpt2.GPT2, LibraryTokenizer]:
     return gpt2.load(side, dtype="float64"), gpt2.load_tokenizer(side)
 
 
+@torch.inference_mode()
+def next_logits(side: str, ids: list[int]) -> torch.Tensor:
+    """What a model says behind the ids, in float64, without a cache."""
+    model, _ = opened(side)
+    return model.head(model.hidden(torch.tensor([ids]))[0, -1])
+
+
 @cache
+def spoken(side: str, prompt: str, longest: int = 60) -> list[int]:
+    """The ids that greedy decoding gives up to the end of a line, token by token."""
+    tokenizer, new = opened(side)[1], list[int]()
+    while len(new) < longest and tokenizer.decode(new[-1:]) != "\n":
+        new.append(int(next_logits(side, tokenizer.encode(prompt) + new).argmax()))
+    return new
+
+
 def said(side: str, prompt: str, room: int) -> str:
-    """What greedy decoding says up to the end of a line, token by token, in float64; "..." behind it where it goes on."""
-    (model, tokenizer), new = opened(side), list[int]()
-    ids = tokenizer.encode(prompt)
-    for _ in range(room):
-        new.append(int(model(torch.tensor([ids + new]))[0, -1].argmax()))
-        if tokenizer.decode(new[-1:]) == "\n":
-            return tokenizer.decode(new).strip()
-    return f"{tokenizer.decode(new).strip()} ..."
+    """The text of so many ids at most; "..." behind it where it goes on."""
+    new, tokenizer = spoken(side, prompt, max(room, 60)), opened(side)[1]
+    text = tokenizer.decode(new[:room]).strip()
+    return text if tokenizer.decode(new[:room][-1:]) == "\n" else f"{text} ..."
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +78,11 @@ def file(sides: tuple[str, str], tmp_path_factory: pytest.TempPathFactory) -> Pa
 
 def probability(side: str, prompt: str, expected: str) -> float:
     """The probability of an expected text, token by token."""
-    model, tokenizer = opened(side)
+    tokenizer = opened(side)[1]
     words = (prompt[-1].isalnum() or prompt[-1] in ",:") and expected[0].isalnum()
     ids, whole = tokenizer.encode(prompt), 1.0
     for token in tokenizer.encode(f" {expected}" if words else expected):
-        whole *= float(model(torch.tensor([ids]))[0, -1].detach().softmax(-1)[token])
+        whole *= float(next_logits(side, ids).softmax(-1)[token])
         ids.append(token)
     return whole
 
