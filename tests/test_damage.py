@@ -12,6 +12,7 @@ import gpt2
 from gpt2.checkpoint.describe import describe
 from gpt2.cli.main import main
 from gpt2.damage import look, require_finite
+from gpt2.parity import run
 from gpt2.port.diagnosis import runner
 
 
@@ -107,8 +108,9 @@ def test_every_command_names_the_damaged_value(
     assert not any(blamed in err for blamed in ("float32", "machine", "dtype"))
 
 
-def test_info_and_notes_name_it_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_info_and_notes_name_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """`info` describes a damaged file, since that is what it is asked for; a usable outlier is a note elsewhere."""
+    monkeypatch.setattr(run, "MORE_DRAWS", 1)
     found = describe(str(damaged(tmp_path / "damaged", "h.1.attn.c_attn.bias", (5,), -math.inf)))
     assert found.notes[0].startswith("DAMAGED: holds a damaged value: h.1.attn.c_attn.bias[5] is -inf")
     assert found.not_finite == {"h.1.attn.c_attn.bias": 1}

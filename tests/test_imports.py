@@ -44,16 +44,21 @@ def tree_of(path: Path) -> ast.Module:
 
 
 @cache
+def nodes_of(path: Path) -> list[ast.ImportFrom | ast.Import | ast.ClassDef]:
+    """Its imports and classes, wherever they stand."""
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom | ast.Import | ast.ClassDef)]
+
+
+@cache
 def imports(path: Path) -> set[str]:
     """The modules of this package that a file imports at once, when it runs or for types alone, under their full names.
 
     ``from gpt2.data import bpe`` imports ``gpt2.data.bpe`` alone.
     """
-    tree = tree_of(path)
     package = name_of(path).split(".")
     package = package if path.name == "__init__.py" else package[:-1]
     targets = set()
-    for node in ast.walk(tree):
+    for node in nodes_of(path):
         if isinstance(node, ast.ImportFrom):
             base = package[: len(package) - node.level + 1] if node.level else []
             source = ".".join([*base, *([node.module] if node.module else [])])
@@ -105,7 +110,7 @@ def test_a_planted_import_to_the_right_is_seen(place: str, source: str, found: s
     """Negative control."""
     assert (PACKAGE / "port" / place).exists()
     monkeypatch.setitem(globals(), "imports", imports.__wrapped__)
-    monkeypatch.setitem(globals(), "tree_of", lambda path: ast.parse(source))
+    monkeypatch.setitem(globals(), "nodes_of", lambda path: ast.walk(ast.parse(source)))
     assert misled(PACKAGE / "port" / place, PORT, 2) == found
 
 
@@ -121,7 +126,7 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
 
 def test_no_two_classes_have_one_name() -> None:
     """``Model`` was three things, ``Source`` three, ``Part`` three: a reader had to look up which one an import was."""
-    names = Counter(node.name for path in MODULES for node in ast.walk(tree_of(path)) if isinstance(node, ast.ClassDef))
+    names = Counter(node.name for path in MODULES for node in nodes_of(path) if isinstance(node, ast.ClassDef))
     assert len(names) > 300
     assert [name for name, times in names.items() if times > 1] == []
 
@@ -186,7 +191,7 @@ def test_two_files_import_transformers_and_only_when_called() -> None:
     def kind(node: ast.AST) -> bool:
         return isinstance(node, ast.Import | ast.ImportFrom)
 
-    users = {name_of(path) for path in MODULES if found(ast.walk(tree_of(path)))}
+    users = {name_of(path) for path in MODULES if found(nodes_of(path))}
     assert users == {"gpt2.data.adapter", "gpt2.parity.reference"}
     assert not any(found(tree_of(path).body) for path in MODULES)
 

@@ -90,8 +90,7 @@ def shuffled(trained) -> LibraryTokenizer:
 
 def test_official_ids_equal_transformers(official, tmp_path):
     """Text of every kind, an eighth of the tokens, every code point of planes 0 and 1, and a 16th of those above, and back to the
-    text; transformers reads OpenAI's files, without our code. The control: one dropped merge. Other tokens: the fingerprint
-    below."""
+    text; transformers reads OpenAI's files, without our code. Other tokens: the fingerprint below."""
     points = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     starts = [i for i in range(0, len(points), 32) if i < 0x20000 or i % (16 * 32) == 0]
     tokens = [official.token_bytes(i).decode(errors="replace") for i in range(7, official.n_vocab, 8)]
@@ -104,9 +103,6 @@ def test_official_ids_equal_transformers(official, tmp_path):
     assert different(official, strings, expected) == []
     for text, ids in zip(strings[:4000], expected, strict=False):
         assert official.decode_bytes(ids) == b"".join(map(official.token_bytes, ids)) == text.encode()
-    caught = different(spoil(official), tokens, expected[-len(tokens) :])
-    assert " gazed" in caught
-    assert len(caught) < 100  # with no other change, so the comparison sees a single merge
 
 
 def test_official_vocabulary(official):
@@ -122,13 +118,16 @@ def test_official_vocabulary(official):
 
 
 def test_ids_need_not_follow_the_ranks(trained, shuffled, tmp_path):
-    """tiktoken uses ranks as ids. Files of other tools (special tokens first, say) would give other ids without an error."""
-    strings = varied(4, 3000)
+    """tiktoken uses ranks as ids. Files of other tools (special tokens first, say) would give other ids without an error.
+
+    The control: one dropped merge."""
+    strings = [*varied(4, 3000), trained.decode([trained.vocab["".join(trained.merges[-1])]])]
     assert shuffled.encode("the king") != trained.encode("the king")
     shuffled.save(tmp_path)
     expected = reference_ids(reference_from(tmp_path), strings)
     assert different(shuffled, strings, expected) == []
     assert different(trained, strings, expected)
+    assert different(spoil(shuffled), strings, expected) == strings[-1:]
     assert all(shuffled.decode(ids) == text for text, ids in zip(strings, expected, strict=True))
     pieces = [[each.token_bytes(i) for i in each.encode("O lord")] for each in (shuffled, trained)]
     assert pieces[0] == pieces[1]

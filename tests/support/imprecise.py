@@ -38,11 +38,12 @@ def to(dtype: torch.dtype) -> Change:
 
 
 def bits(count: int) -> Change:
-    """Return a function that rounds to ``count`` bits behind the point."""
+    """Return a function that rounds to ``count`` bits behind the point (Veltkamp's splitting, in float32)."""
 
     def rounded(x: Tensor) -> Tensor:
-        mantissa, exponent = torch.frexp(x.detach())
-        return _keeping_gradient(x, torch.ldexp(torch.round(mantissa * 2.0 ** (count + 1)) / 2.0 ** (count + 1), exponent))
+        wide = x.detach().float()
+        scaled = wide * (2.0 ** (23 - count) + 1)
+        return _keeping_gradient(x, (scaled - (scaled - wide)).to(x.dtype))
 
     return rounded
 

@@ -1,6 +1,7 @@
 """Models with random weights in which every parameter matters: no bias is 0, no norm's weight is 1."""
 
 from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,12 @@ def uneven_model(vocab: int, positions: int = 8, seed: int = 0) -> GPT2:
     return random_model(GPT2Config(vocab, positions, 16, 2, 2), 0.3, seed=seed)
 
 
+own_tokenizer = cache(partial(train_bpe, TEXT, 300))
+
+
 def write_checkpoint(folder: Path, tokenizer: LibraryTokenizer | None = None, seed: int = 0, **changes: Any) -> Path:
     """Save a tiny model with random weights and a tokenizer; the default tokenizer is trained on :data:`TEXT`."""
-    tokenizer = tokenizer or train_bpe(TEXT, 300)
+    tokenizer = tokenizer or own_tokenizer()
     eot = tokenizer.eot
     sizes = {"n_positions": 32, "n_embd": 48, "n_layer": 2, "n_head": 4, "bos_token_id": eot, "eos_token_id": eot}
     torch.manual_seed(seed)

@@ -1,6 +1,7 @@
 """Texts too large for memory: the same tokens as in memory, made once, in order, and gone on with after a kill."""
 
 import json
+import multiprocessing
 import os
 import random
 import signal
@@ -32,9 +33,11 @@ def table(tmp_path_factory) -> Path:
     return path
 
 
-def read(recipe: Recipe, large: int) -> Corpus:
-    """The corpus, from token files if the text has more than ``large`` bytes."""
+def read(recipe: Recipe, large: int, how: str = "fork") -> Corpus:
+    """The corpus, from token files if the text has more than ``large`` bytes. Processes that import nothing begin at once."""
+    context = multiprocessing.get_context(how)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(multiprocessing, "get_context", lambda _: context)
         patch.setattr(token_files, "LARGE", large)
         patch.setattr(token_files, "GROUP", 3000)
         patch.setattr(token_files, "SAVE_EVERY", 2)
@@ -95,7 +98,7 @@ def tokenized_and_killed(recipe: Recipe, children: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     token_files._save = save_and_end
-    read(recipe, 0)
+    read(recipe, 0, "spawn")
 
 
 def test_killed_while_tokenizing(recipe, table, tmp_path):
