@@ -13,7 +13,8 @@ from torch import Tensor
 from gpt2.port.alternatives.alternative import Alternative, Rerouted, family
 from gpt2.port.alternatives.attention import LETTERS
 from gpt2.port.alternatives.norms import layer_norm
-from gpt2.port.graph import Formula, Model, Site, State, run_block
+from gpt2.port.graph import ORDER, Formula, Model, Site, State, run_block
+from gpt2.port.terms.causes import BLOCK
 
 # Each sum with the stream, the branch, the norm before it, what it adds, and the branch's part.
 SUMS = {
@@ -99,6 +100,9 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     yield Alternative("parallel-block", f"{words}, and no norm of its own", {"ln_2": lambda c, s: s["x"]}, "", rare=True)
     words = "attention and feed-forward take the same norm of the same stream"
     yield Alternative("parallel-block", words, {"ln_2": lambda c, s: s["ln_1"]}, "")
+    fed: Formula = lambda c, s: c.norm(run_block(c, {"x": s["x"], "mid": s["x"]}, {}, ORDER["mid"])[""], "ln_1")  # noqa: E731
+    edits = {"ln_1": fed, "ln_2": Rerouted("ln_2", "mid", "x")}
+    yield Alternative("layer-order", "the feed-forward runs before attention", edits, "", fix=BLOCK)
     id, words = "output-projection-missing", "the heads are added to the stream as they are"
     yield Alternative(id, words, {"attn.c_proj": lambda c, s: s["attn.heads"]}, "attn")
     yield Alternative(id, f"{words}; its result is unused", {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")}, "attn")

@@ -186,6 +186,7 @@ class Branch:
     weight: int  # the id of its first weight; identifies a branch that runs twice
     norms: list[Affine]  # between the stream and the branch, nearest first
     normed: bool
+    base: int = -1  # an element of the stream that it reads
     ups: list[int] = field(default_factory=list)
     downs: list[int] = field(default_factory=list)
     heads: list[AttentionHead] = field(default_factory=list)
@@ -239,7 +240,7 @@ class Branches:
         if (key := (part, *ids.tolist())) in self._read:  # another head of an attention
             return self._read[key]
         norms, base = self.norms(ids)
-        new = Branch(part, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is StreamState.NORMED)
+        new = Branch(part, int(self.flow.first_weights(result[None])), norms, self.flow.state_of(ids) is StreamState.NORMED, base)
         return self._read.setdefault(key, branches.setdefault(base, new))
 
     def _remove_adapters(self) -> set[int]:

@@ -1,7 +1,7 @@
 """Write a checkpoint's entries into a module's parameters, as the mapping says, and read a module's own entries back."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -87,7 +87,7 @@ class Own:
     Elsewhere a vector has no effect (zero bias, scale one), and a matrix holds the checkpoint's values. ``names``: the port's
     first parameter for each tensor. ``head`` (V, D): a head that is not the token embedding; ``head_name``: its name. ``extra``:
     norms of parameters that are added where GPT-2 adds nothing. ``shared``: for (tensor, share) without a parameter of its own:
-    the parameter used, and its main role.
+    the parameter used, and its main role. ``parallel``: the blocks whose branches read the same stream.
     """
 
     weights: dict[str, Tensor]
@@ -97,6 +97,7 @@ class Own:
     head_name: str = ""
     extra: dict[str, float] = field(default_factory=dict)
     shared: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
+    parallel: Collection[int] = ()
 
 
 @torch.no_grad()
@@ -104,7 +105,7 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     """Read the weights out of ``tensors``, the port's parameters and buffers by name; ``state`` is the checkpoint."""
     shapes = {name: mapping.shapes[name] for name in state}
     weights = {name: torch.full(shape, float(name.endswith(NORM_WEIGHTS)), dtype=torch.float64) for name, shape in shapes.items()}
-    own = Own(weights, {name: mapping.placed[name] for name in state}, {})
+    own = Own(weights, {name: mapping.placed[name] for name in state}, {}, parallel=mapping.anatomy.parallel)
 
     def take(entries: Tensor, value: Tensor, parameter: str) -> list[str]:
         taken = mapping.by_tensor(entries)

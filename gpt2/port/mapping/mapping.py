@@ -189,7 +189,8 @@ class WeightMap:
         if part.part == "head.bias":
             return True
         height, width = self._size(part)
-        has_columns = bool((part.columns < width).all()) and (part.part == "head" or bool((part.columns >= 0).all()))
+        known = part.columns >= 0
+        has_columns = bool((part.columns < width).all()) and bool(known.any() if part.part == "head" else known.all())
         return has_columns and (part.part in (*TABLES, "head") or bool((part.rows < height).all()))
 
     def _add(self, part: ModelPart) -> None:

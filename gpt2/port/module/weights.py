@@ -222,7 +222,8 @@ class WeightComparison:
             self._exchanged.setdefault(other.name, []).append((piece, other))
             return
         if place.layer is not None and other.layer == place.layer and {place.stem, other.stem} == {"ln_1", "ln_2"}:
-            self._lent.setdefault(place.layer, []).append((piece, other))
+            if place.layer not in self.own.parallel or self.own.names[place.name] != self.own.names.get(other.name):
+                self._lent.setdefault(place.layer, []).append((piece, other))  # else one norm is read by both branches
             return
         kind, words = f"another tensor: {other.pattern}", f"holds the checkpoint's {other}"
         self._add("wrong-tensor", words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)

@@ -83,8 +83,11 @@ def _layer_norm(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tenso
 def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | None:
     """Add a sum of products, or of contractions (over heads, for example), as one contraction."""
     x, dims = named["self"], named.get("dim")
-    if (ids := graph.of(x)) is None or (node := graph.owner(ids)) is None:
+    if (ids := graph.of(x)) is None:
         return None
+    if (node := graph.owner(ids)) is None:  # of tensors that were stacked
+        slices = ids.unbind(dims[0]) if isinstance(dims, list) and len(dims) == 1 else ()
+        return graph.elementwise("add", shape, *(one.view(shape) for one in slices)) if slices and all(map(graph.owner, slices)) else None
     longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
     product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)
     if not longer and not product:

@@ -52,6 +52,7 @@ class Trial:
     alternatives: tuple[Alternative, ...] = ()
     edits: Edits = field(default_factory=dict)
     faults: tuple[Cause, ...] = ()  # that were fitted
+    unseen: int = 0  # the nodes that the last alternative changes and that are not found
     again: int = 0  # whether the block's result is found, as another value's
     ties: tuple[Alternative, ...] = ()  # that explain as much as the only alternative
 
@@ -233,5 +234,6 @@ class Blocks:
             found |= node in seen
         if not changed:
             return None
-        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, base.faults, again)
+        unseen = len(changed - seen.keys())
+        trial = Trial(base.layer, state, seen, (*base.alternatives, one), both, base.faults, unseen, again)
         return trial if found or not shown or self.shown_behind(base.layer, state[""]) else None
