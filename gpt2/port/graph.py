@@ -347,20 +347,15 @@ def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int =
     return state
 
 
-class _Lazily(Mapping[str, Tensor]):
+class Lazily(State):
+    """Nodes for a formula, each ``made`` of its name and value when it is read: of some twenty, a formula reads one."""
+
     def __init__(self, state: State, made: Callable[[str, Tensor], Tensor]) -> None:
-        self.state, self.made = state, made
+        super().__init__(state)
+        self.made = made
 
     def __getitem__(self, node: str) -> Tensor:
-        return self.made(node, self.state[node])
+        return self.made(node, super().__getitem__(node))
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.state)
-
-    def __len__(self) -> int:
-        return len(self.state)
-
-
-def lazily(state: State, made: Callable[[str, Tensor], Tensor]) -> State:
-    """Return nodes for a formula, each ``made`` of its name and value when it is read: of some twenty, a formula reads one."""
-    return cast(State, _Lazily(state, made))
+    def __iter__(self) -> Iterator[str]:  # else {**nodes} would not ask for what is made
+        return super().__iter__()

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.graph import ATTENTION, COST, OUTSIDE, SQUARE, TEXT, Calls, Edits, Formula, Model, Site, State, lazily
+from gpt2.port.graph import ATTENTION, COST, OUTSIDE, SQUARE, TEXT, Calls, Edits, Formula, Lazily, Model, Site, State
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
@@ -246,7 +246,7 @@ def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
 def _by_call(calls: Calls, node: str, formula: Formula, c: Site, s: State) -> Tensor:
     made: list[Tensor] = []
     for begin, end in within(calls, c.end):
-        y = formula(c.call(begin, end), lazily(s, partial(_cut, begin, end)))
+        y = formula(c.call(begin, end), Lazily(s, partial(_cut, begin, end)))
         made.append(F.pad(y, (0, c.end - end)) if node in SQUARE else y)
     c.model.budget.spend(COST[True] * (len(made) - 1))
     return torch.cat(made, 1 if made[0].ndim == 3 else 2)

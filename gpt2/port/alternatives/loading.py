@@ -54,17 +54,13 @@ def matrices(model: Model) -> Iterator[Alternative]:
                 yield Alternative(one.id, f"the weight {one.words}", of_weight, name)
     for letters in ("q", "k", "v", "qkv"):
         words = f"the projection to {letters} is transposed" if len(letters) == 1 else "q, k and v: each is transposed"
-        turned: dict[str, Formula] = {f"attn.{one}": partial(_turned, one) for one in letters}
+        each = altered(lambda w: torch.cat([third.t() for third in w.chunk(3, 1)], 1))
+        turned = read(each, *(f"attn.{one}" for one in letters))
         yield Alternative("transposed", words, turned, "attn.c_attn" if letters == "qkv" else None)
     words = "both matrices of the feed-forward were reshaped where they had to be transposed"
     yield Alternative("transposed", words, read(altered(entries.RESHAPED.change), "mlp.c_fc", "mlp.c_proj"), "mlp")
     words = "every matrix was reshaped where it had to be transposed"
     yield Alternative("transposed", words, read(altered(entries.RESHAPED.change), *MODULES), "")
-
-
-def _turned(letter: str, c: Site, s: State) -> Tensor:
-    weight, bias = c.linear(f"attn.{letter}")
-    return s["ln_1"] @ weight.t() + bias
 
 
 @family

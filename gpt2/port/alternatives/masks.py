@@ -66,7 +66,7 @@ def _weighed(id: str, words: str, formula: Formula, *also: tuple[str, str], sees
     return Alternative(id, words, {"attn.weights": formula}, also=also, sees=sees, **how)
 
 
-def _seeing(mask: Mask, fill: float = -math.inf, axis: int = -1) -> Formula:
+def seeing(mask: Mask, fill: float = -math.inf, axis: int = -1) -> Formula:
     return partial(_masked, mask, fill, axis)
 
 
@@ -85,21 +85,21 @@ def masks(model: Model) -> Iterator[Alternative]:
     """Yield other masks, other numbers in the place of hidden scores, the mask behind the softmax, and windows."""
     every = torch.arange(model.ids.shape[1])
     for words, (id, mask) in MASKS.items():
-        yield _weighed(id, words, _seeing(mask), sees=TEXT if ahead(mask) else "")
+        yield _weighed(id, words, seeing(mask), sees=TEXT if ahead(mask) else "")
         seen = mask(every[:, None], every, 0)
         if not bool(seen.any(-1).all()):  # a token sees nothing
-            yield _weighed(id, f"{words}; one that sees nothing sees all alike", _seeing(mask, -1e30))
+            yield _weighed(id, f"{words}; one that sees nothing sees all alike", seeing(mask, -1e30))
         if not bool(seen.tril(-1).any()):  # no token sees the past: the mask is the wrong way round
-            yield _weighed(id, f"{words}; hidden scores become {TINY:g}", _seeing(mask, TINY), rare=True)
+            yield _weighed(id, f"{words}; hidden scores become {TINY:g}", seeing(mask, TINY), rare=True)
     for fill in FILLS:
         words = f"masked scores become {fill:g}, which softmax gives a share, instead of minus infinity"
-        yield _weighed("mask-multiplied", words.replace("become 0,", "become zero,"), _seeing(CAUSAL, fill))
+        yield _weighed("mask-multiplied", words.replace("become 0,", "become zero,"), seeing(CAUSAL, fill))
     for words, mask in IN_CALLS.items():
-        yield _weighed("cache-inconsistent", words, _seeing(mask), steps=True)
+        yield _weighed("cache-inconsistent", words, seeing(mask), steps=True)
     fix = f"{MASKED}  # no window: a token sees all tokens before it"
     for size in lengths(model, MOST_WINDOW):
         words = f"a token sees the last {size} tokens alone, itself among them" if size > 1 else "a token sees itself alone"
-        window = _seeing(lambda t, j, a, n=size: (j <= t) & (j > t - n))
+        window = seeing(lambda t, j, a, n=size: (j <= t) & (j > t - n))
         yield _weighed("mask-strict", words, window, sees="", fix=fix, rare=True, shared=True)
 
 
@@ -112,7 +112,7 @@ def softmaxes(model: Model) -> Iterator[Alternative]:
         some = itertools.product({"": ("", CAUSAL), **MASKS}.items(), (-math.inf, -1e30)) if sizes.get(axis, 2) > 1 else ()
         for (why, (id, mask)), fill in some:
             also, how = ((id, why),) if id else (), "; where nothing is seen, all is alike" if fill > -math.inf else ""
-            yield _weighed("softmax-axis", words + how, _seeing(mask, fill, axis), *also, sees=sees, rare=bool(id))
+            yield _weighed("softmax-axis", words + how, seeing(mask, fill, axis), *also, sees=sees, rare=bool(id))
     words = "the mask is multiplied in after softmax, so the weights no longer sum to one"
     yield _weighed("mask-multiplied", words, _visibly(lambda scores, seen: scores.softmax(-1) * seen))
     words = "the softmax runs over the queries (dim=-2), not over the keys, and the mask behind it"

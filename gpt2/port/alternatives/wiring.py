@@ -6,14 +6,13 @@ A *sum* adds a branch to the stream. Each wrong sum is tried behind attention, b
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from torch import Tensor
 
 from gpt2.port.alternatives.alternative import Alternative, Rerouted, family
 from gpt2.port.alternatives.attention import LETTERS
 from gpt2.port.alternatives.norms import layer_norm
-from gpt2.port.graph import ORDER, Formula, Model, Site, State, run_block
+from gpt2.port.graph import ORDER, Formula, Model, Site, run_block
 from gpt2.port.terms.causes import BLOCK
 
 # Each sum with the stream, the branch, the norm before it, what it adds, and the branch's part.
@@ -100,21 +99,17 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     yield Alternative("parallel-block", f"{words}, and no norm of its own", {"ln_2": lambda c, s: s["x"]}, "", rare=True)
     words = "attention and feed-forward take the same norm of the same stream"
     yield Alternative("parallel-block", words, {"ln_2": lambda c, s: s["ln_1"]}, "")
-    fed: Formula = lambda c, s: c.norm(run_block(c, {"x": s["x"], "mid": s["x"]}, {}, ORDER["mid"])[""], "ln_1")  # noqa: E731
-    edits = {"ln_1": fed, "ln_2": Rerouted("ln_2", "mid", "x")}
-    yield Alternative("layer-order", "the feed-forward runs before attention", edits, "", fix=BLOCK)
+    fed: Formula = lambda c, s: c.norm(run_block(c, {**s, "mid": s["x"]}, {}, ORDER["mid"])[""], "ln_1")  # noqa: E731
+    before: dict[str, Formula] = {"ln_1": fed, "ln_2": Rerouted("ln_2", "mid", "x")}
+    yield Alternative("layer-order", "the feed-forward runs before attention", before, "", fix=BLOCK)
     id, words = "output-projection-missing", "the heads are added to the stream as they are"
     yield Alternative(id, words, {"attn.c_proj": lambda c, s: s["attn.heads"]}, "attn")
     yield Alternative(id, f"{words}; its result is unused", {"mid": Rerouted("mid", "attn.c_proj", "attn.heads")}, "attn")
     words = "what enters attention's output projection is added to its own result"
-    yield Alternative(id, words, {"attn.c_proj": partial(_around, True)})
+    yield Alternative(id, words, {"attn.c_proj": lambda c, s: c.right("attn.c_proj", s) + s["attn.heads"]})
     also = (("missing-bias", "no bias is added"),)
-    yield Alternative(id, f"{words}, and the layer has no bias", {"attn.c_proj": partial(_around, False)}, also=also, rare=True)
-
-
-def _around(biased: bool, c: Site, s: State) -> Tensor:
-    made = c.right("attn.c_proj", s) + s["attn.heads"]
-    return made if biased else made - c.linear("attn.c_proj")[1]
+    around: Formula = lambda c, s: c.right("attn.c_proj", s) - c.linear("attn.c_proj")[1] + s["attn.heads"]  # noqa: E731
+    yield Alternative(id, f"{words}, and the layer has no bias", {"attn.c_proj": around}, also=also, rare=True)
 
 
 @family

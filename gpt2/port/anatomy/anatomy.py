@@ -19,10 +19,11 @@ from gpt2.port.recording.dataflow import Node, Recording, Region
 class Anatomy:
     """The structure of a recorded module; ``parts`` hold the ids of GPT-2's parts. Raises NotGPT2.
 
-    ``layers``: the blocks' numbers in the checkpoint. ``parallel``: those whose branches read the same stream. ``head``: ids of the logits, None if the forward returns hidden states.
-    ``post_norm``: norms come after the branches. ``extra_norms``: norms that GPT-2 does not have. ``mixed_layers``: layers where
-    attention mixes heads and positions. ``shared_heads``: by layer, of how many heads the queries ("q"), keys ("k") or values
-    ("v") are, where several heads share them. For the others, see :class:`Stream` and :class:`Branches`.
+    ``layers``: the blocks' numbers in the checkpoint. ``parallel``: those whose branches read the same stream. ``head``: ids of
+    the logits, None if the forward returns hidden states. ``post_norm``: norms come after the branches. ``extra_norms``: norms
+    that GPT-2 does not have. ``mixed_layers``: layers where attention mixes heads and positions. ``shared_heads``: by layer, of
+    how many heads the queries ("q"), keys ("k") or values ("v") are, where several heads share them. For the others, see
+    :class:`Stream` and :class:`Branches`.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -45,7 +46,9 @@ class Anatomy:
                 self.branches.append(branch)
         self.branches.sort(key=lambda branch: (branch.layer, branch.part))
         self.layers = sorted({branch.layer for branch in self.branches})
-        self.parallel = {one.layer for one, other in itertools.pairwise(self.branches) if (one.layer, one.base) == (other.layer, other.base)}
+        self.parallel = {
+            one.layer for one, other in itertools.pairwise(self.branches) if (one.layer, one.base) == (other.layer, other.base)
+        }
         end = recording.output[self.flow.at(self.flow.place, recording.output) == self.flow.here]
         if not len(end):
             raise NotGPT2("its output is not made of the last token")

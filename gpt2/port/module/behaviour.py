@@ -17,10 +17,10 @@ from gpt2.measure.dumps import MASKS as MASK_NAMES
 from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import trace
 from gpt2.measure.user_code import error_at, logits_of
-from gpt2.port.alternatives.alternative import Alternative, in_calls
+from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, scheduled
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.alternatives.masks import CAUSAL, IN_CALLS, MASKS, Mask
-from gpt2.port.graph import Formula, Model, Site, State, embedding
+from gpt2.port.alternatives.masks import CAUSAL, IN_CALLS, MASKS, Mask, seeing
+from gpt2.port.graph import Model, Site, State, embedding
 from gpt2.port.module.runs import Runs
 from gpt2.port.recording.dispatch import DeterministicMode, run_deterministically
 from gpt2.port.recording.pool import Pool
@@ -354,27 +354,17 @@ def _numbers(part: Any, depth: int = 6) -> int:
 
 def in_later_calls(model: Model, pieces: Sequence[int]) -> Iterator[tuple[str, Tensor]]:
     """Yield mistakes in words, and the logits of a text that is read in ``pieces`` of so many tokens; single mistakes first."""
-    ends = list(itertools.accumulate(pieces))
+    ends, room = list(itertools.accumulate(pieces)), model.config.n_positions - 1
     calls = tuple(zip([0, *ends], ends, strict=False))
     both = sorted(itertools.product(POSITIONS.items(), LATER.items()), key=lambda one: bool(one[0][0]) + bool(one[1][0]))
     for (where, rows), (hidden, mask) in both[1:]:  # the first is right
-        whole = Alternative("", "", in_calls(calls, {"attn.weights": _weighing(mask), "embed": _embedding(rows)}))
+
+        def embed(c: Site, s: State, rows: PositionRows = rows) -> Tensor:
+            return embedding(c, rows(c.begin, c.end).clamp(0, room))
+
+        edits = {"attn.weights": seeing(mask), "embed": embed}
+        whole = scheduled(Alternative("", "", edits), Schedule("", calls, Which.LATER))
         sites = tuple((whole, layer) for layer in range(model.config.n_layer))
         program = Candidate((*sites, (whole, None))).program
         if program is not None:
             yield "; ".join(filter(None, (where, hidden))), model.trace(program)["logits"]
-
-
-def _embedding(rows: PositionRows) -> Formula:
-    return lambda c, s: embedding(c, rows(c.begin, c.end).clamp(0, c.config.n_positions - 1) if c.begin else None)
-
-
-def _weighing(mask: Mask) -> Formula:
-    """Return attention weights by the mask, but in the first call, by GPT-2's own."""
-
-    def weigh(c: Site, s: State) -> Tensor:
-        scores = s["attn.scores"]
-        seen = (mask if c.begin else CAUSAL)(c.tokens, torch.arange(scores.shape[-1]), c.begin)
-        return scores.masked_fill(~seen, -torch.inf).softmax(-1).nan_to_num(0.0)
-
-    return weigh

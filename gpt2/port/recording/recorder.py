@@ -87,7 +87,11 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
         return None
     if (node := graph.owner(ids)) is None:  # of tensors that were stacked
         slices = ids.unbind(dims[0]) if isinstance(dims, list) and len(dims) == 1 else ()
-        return graph.elementwise("add", shape, *(one.view(shape) for one in slices)) if slices and all(map(graph.owner, slices)) else None
+        return (
+            graph.elementwise("add", shape, *(one.view(shape) for one in slices))
+            if slices and all(map(graph.owner, slices))
+            else None
+        )
     longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
     product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)
     if not longer and not product:

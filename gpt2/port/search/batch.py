@@ -22,12 +22,12 @@ from gpt2.port.graph import (
     Edits,
     Entrance,
     Formula,
+    Lazily,
     Model,
     Program,
     Site,
     State,
     charge,
-    lazily,
     run_block,
 )
 from gpt2.port.search.part import MIN_ROWS, Part
@@ -83,7 +83,7 @@ def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, F
             continue
         value = made.new_empty(0)
         with misfit():
-            value = formula(c, lazily(every, partial(_of_program, batch, n)))
+            value = formula(c, Lazily(every, partial(_of_program, batch, n)))
         charge(c, node, value, is_own=True)
         if value.ndim == made.ndim - 1 and value.shape[1:] == made.shape[2:]:
             made[n] = value.to(made.dtype)

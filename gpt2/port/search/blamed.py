@@ -16,7 +16,7 @@ from gpt2.port.alternatives.activations import SAME
 from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.alternatives.candidates import Candidate, Placed
 from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults
-from gpt2.port.graph import ORDER, Model, Program, Site, State
+from gpt2.port.graph import ORDER, Model, Program, State
 from gpt2.port.search.observe import Seen
 from gpt2.port.terms.causes import LIKELY, SURE, Cause
 from gpt2.port.terms.places import OUTSIDE
@@ -131,7 +131,8 @@ class Blamed:
                 moves = self.departures[one].moves
                 if "logits" in moves:
                     return float(moves["logits"].abs().max() * _size(self.exact["logits"]))
-                added = Alternative("", "", {node: Changed(node, partial(_added, by)) for node, by in moves.items()})
+                edits = {node: Changed(node, partial(lambda by, c, y: y + by * _size(y), by)) for node, by in moves.items()}
+                added = Alternative("", "", edits)
                 every.append((added, one.place.layer if added.edits else None))
         program = Candidate(tuple(every), tuple(self.ran) if is_order and not own else None).program
         return None if program is None else _moved(self.right, self.right, program)
@@ -151,10 +152,6 @@ def traced(node: str) -> str:
 
 
 # What a mistake alone does
-
-
-def _added(by: Tensor, c: Site, y: Tensor) -> Tensor:
-    return y + by * _size(y)
 
 
 def _size(y: Tensor) -> Tensor:

@@ -146,7 +146,9 @@ class Explainer:
         if len(wholes) > 1:  # a result that nothing reads may be a step of a sum in another order
             wholes = [one for one in wholes if self.blocks.shown_behind(one.layer, one.state[""], one.alternatives)] or wholes
         whole = min(wholes, key=_likelihood, default=None)
-        part = min(parts, key=lambda one: (-len(one.seen), one.unseen, *_likelihood(one)), default=None)  # the least that is not seen
+        part = min(
+            parts, key=lambda one: (-len(one.seen), one.unseen, *_likelihood(one)), default=None
+        )  # the least that is not seen
         if whole is not None and not base.alternatives:
             ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
             whole = replace(whole, ties=ties)

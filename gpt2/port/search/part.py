@@ -30,10 +30,6 @@ LOGITS = (Place(None, "logits"),)
 SOFTMAXES: dict[str, Function] = {"softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1)}
 
 
-def _changed(formula: Function, normed: Tensor, logits: Tensor) -> Tensor:
-    return formula(logits)
-
-
 @dataclass(frozen=True)
 class HeadCause(Cause):
     """What a program does to its logits; ``change`` returns its logits, from the last normed stream and from GPT-2's logits.
@@ -182,14 +178,14 @@ class Part:
         wanted, (normed, logits) = self.shown["logits"], self._ending(values)
         if name := self.softmaxed:
             words = f"the model returns {name} of the logits"
-            yield HeadCause("logits-softmaxed", LOGITS, words, change=partial(_changed, SOFTMAXES[name]))
+            yield HeadCause("logits-softmaxed", LOGITS, words, change=lambda _, y: SOFTMAXES[name](y))
             return
         ratio = float((logits * wanted).sum() / logits.square().sum().clamp(min=1e-300))
         words = f"the logits are multiplied by {ratio:.6g}"
         yield HeadCause("logits-scaled", LOGITS, words, made=True, change=lambda _, y: ratio * y)
         for fault, formula in LAST_STEPS:  # one token is soon computed
             if worst_relative_error(wanted[:, -1:], formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
-                yield HeadCause(fault.id, fault.places, fault.detail, change=partial(_changed, formula))
+                yield HeadCause(fault.id, fault.places, fault.detail, change=partial(lambda f, _, y: f(y), formula))
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)
