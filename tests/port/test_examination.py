@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from port.test_diagnosis import port as nano
 from port.test_walk import CONFIG as SMALL, IDS, checkpoint
+from support.checks import mostly_slow
 from support.faulty import ONE as CONFIG
 from support.ports import PORTS
 from torch import Tensor, nn
@@ -182,6 +183,29 @@ def test_what_a_hook_does_behind_a_faulty_block_is_named(id: str, change: Callab
     module.transformer["h"][0].register_forward_hook(lambda block, args, x: change(x))
     found = diagnose(module, two)
     assert {cause.id for cause in found.causes} == {id, "gelu-variant"}, found.table()
+
+
+RELU = lambda block, x: block.mlp.c_proj(F.relu(block.mlp.c_fc(x)))  # noqa: E731
+SIDE_BY_SIDE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], set[str]]] = {
+    "the sum in another order": (lambda b, x: x + b.mlp(b.ln_2(x)) + b.attn(b.ln_1(x)), {"parallel-block"}),
+    "one norm": (lambda b, x: x + b.mlp(y := b.ln_1(x)) + b.attn(y), {"parallel-block"}),
+    "stacked": (lambda b, x: torch.stack([x, b.attn(b.ln_1(x)), b.mlp(b.ln_2(x))]).sum(0), {"parallel-block"}),
+    "a ReLU": (lambda b, x: x + RELU(b, b.ln_2(x)) + b.attn(b.ln_1(x)), {"parallel-block", "gelu-variant"}),
+    "halved": (lambda b, x: x + 0.5 * (b.attn(b.ln_1(x)) + b.mlp(b.ln_2(x))), {"parallel-block", "residual-scaled"}),
+    "norms exchanged": (lambda b, x: x + b.mlp(b.ln_1(x)) + b.attn(b.ln_2(x)), {"parallel-block", "norms-swapped"}),
+    "the feed-forward first": (lambda b, x: (y := x + b.mlp(b.ln_2(x))) + b.attn(b.ln_1(y)), {"layer-order"}),
+    "dropped": (lambda b, x: x + b.mlp(b.ln_2(x)), {"residual-missing"}),
+    "one norm, in turn": (lambda b, x: (y := x + b.attn(b.ln_1(x))) + b.mlp(b.ln_1(y)), {"norms-swapped"}),
+}
+
+
+@pytest.mark.parametrize("name", mostly_slow([*SIDE_BY_SIDE], 4))
+def test_a_block_in_another_order_has_one_cause_however_its_sum_is_written(name: str, model: gpt2.GPT2) -> None:
+    """A step of the sum that nothing reads was taken for the block's result: attention's was dropped, and a factor wrong. One
+    norm of both branches was said to hold the other's weights; a stack ended in a traceback."""
+    layer, causes = SIDE_BY_SIDE[name]
+    found = diagnose(port(model, layer), model)
+    assert {cause.id for cause in found.causes} == causes, found.table()
 
 
 def test_cosines_of_rounded_frequencies_are_found(model: gpt2.GPT2) -> None:
