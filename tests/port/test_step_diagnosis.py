@@ -245,6 +245,8 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "no Adam": ("", {"optimizer": "torch.optim.Adagrad(groups, lr)"}, None),
     "a rate for each": ("hand", {"decay": "pass", "adam": LAMB}, "optimizer-other"),
     "one moment corrected": ("hand", {"adam": "p -= lr * m / ((v / (1 - b2**t)).sqrt() + 1e-8)"}, "bias-correction-missing"),
+    "steps not counted": ("hand", {"adam": "p -= lr * m / (1 - b1) / ((v / (1 - b2)).sqrt() + 1e-8)"}, "bias-correction-step"),
+    "half a direction": ("hand", {"adam": "p -= lr * 0.5 * direction"}, "rate-wrong"),
     "climbs": ("", {"optimizer": FUSED.replace("fused", "maximize")}, "rate-wrong"),
     "clipped after each of four": ("four", {"backward": PARTS + LINES["clip"]}, "clip-before-accumulation"),
     "rolled and shifted": ("", {"loss": ROLLED}, "labels-shifted-twice last-token-in-loss"),

@@ -177,10 +177,7 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
 
 
 def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tuple[float, str, str]]:
-    """Yield what a wrong average multiplies the mean by, its causes, and words.
-
-    ``count`` tokens are trained on in ``parts``, ``length`` in each row; ``padded`` with ignored ones.
-    """
+    """Yield what a wrong average of ``count`` tokens multiplies the mean by, its causes, and words; ``padded``: all targets."""
     summed, apart = "loss-not-averaged", "accumulation-not-averaged"
     if parts > 1:
         yield parts, apart, f"the sum over {parts} parts"

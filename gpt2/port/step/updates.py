@@ -238,7 +238,7 @@ class StepMoves:
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
-        self.kept = False
+        self.kept, self.unknown = False, True
         if not moving:
             return
         tracks, names = tracks_of(first, moving), [name for name in moving if roles[name] == "matrix"] or moving
@@ -248,15 +248,12 @@ class StepMoves:
         for name, track in tracks.items():
             self._fit(name, track)
         self._test_later([session for session in later if session], tracks)
+        # what the best rule explains, it explains by chance; theirs may clip where nobody sees it
+        self.unknown = self.error > ROUNDED or len(self.known) < len(self.odd)
 
     @property
     def known(self) -> dict[str, RuleFit]:
         return {name: one for name, one in self.fits.items() if name not in self.odd}
-
-    @property
-    def unknown(self) -> bool:
-        """Whether no rule is known: what the best explains, it explains by chance; theirs may clip where nobody sees it."""
-        return not self.fits or self.error > ROUNDED or len(self.known) < len(self.odd)
 
     def _fit(self, name: str, track: Track) -> None:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
@@ -289,7 +286,10 @@ class StepMoves:
         fits = list(self.known.values())
         plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
         self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
-        self.factors, self.steady = dict[str, float](), True
+        self.factors, self.steady, wanted = dict[str, float](), True, self.settings.weight_decay
+        self.expected = np.array([self.settings.rate(call) if self.settings.lr is not None else math.nan for call in self.calls])
+        decays = [one.decays for one in fits if one.decay and not one.rule.coupled]
+        self.decays_right = bool(decays and wanted) and _same(np.nanmedian(decays, axis=0), (wanted or 0) * self.expected)
         for name, one in self.known.items():
             live = np.abs(self.rates) > 100 * one.doubts
             factors = one.rates[live] / self.rates[live] if live.any() else np.ones(1)
@@ -355,7 +355,7 @@ class StepMoves:
                 self._add("eps-wrong", f"an eps of {rule.eps:.4g}, not {EPSILON:g}", fix=fix)
 
     def _rates(self) -> None:
-        settings, rates = self.settings, self.rates
+        settings, rates, expected = self.settings, self.rates, self.expected
         if self.factors:
             least, most = (pick(self.factors.values()) for pick in (min, max))
             times = f"{least:.4g}" + f" to {most:.4g}" * (most - least > 0.01) + " times that of the others"
@@ -364,17 +364,21 @@ class StepMoves:
             self._add(id, words, list(self.factors))
             if not self.steady:  # then the others' are no schedule
                 return
-        if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled):
+        if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled or self.decays_right):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
-        # the rates that the settings say, and those of the steps after and before
-        expected, *shifted = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (0, 1, -1))
+        # the rates that the settings say of the steps after and before
+        shifted = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (1, -1))
         said = f"a rate of {_listed(rates)}, not {_listed(expected)}"
         if _same(rates, expected):
             return
-        if which := [words for words, one in zip(("after", "before"), shifted, strict=True) if _same(rates, one)]:
+        apart = rates[expected != 0] / expected[expected != 0]
+        if self.decays_right and spread(apart) > CLOSE:
+            words = f"the decay is of the right rate, and the rest {_listed(apart)} times what it should be"
+            self._add("bias-correction-step", words)
+        elif which := [words for words, one in zip(("after", "before"), shifted, strict=True) if _same(rates, one)]:
             self._add("schedule-step", f"the rate of each step is that of the one {which[0]}: {_listed(rates)}")
-        elif expected.any() and spread(rates[expected != 0] / expected[expected != 0]) <= CLOSE:
+        elif expected.any() and spread(apart) <= CLOSE:
             fix = f'for group in optimizer.param_groups: group["lr"] = {expected[0]:g}' if spread(expected) <= CLOSE else ""
             self._add("rate-wrong", said, fix=fix)
         else:
@@ -411,6 +415,8 @@ class StepMoves:
                 self._add("decay-without-rate", f"in each step {wanted:g} of the parameter is taken off, at any rate", names)
                 return
         value = median(values[name] for name in names)
+        if self.decays_right:  # of the rate that the settings say
+            return
         if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):
             self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
 

@@ -26,10 +26,7 @@ Samples = dict[str, Tensor]
 
 @dataclass
 class Sampled:
-    """One parameter's gradient: entries (n,), and norms of all of it: the Euclidean one, and the largest absolute value.
-
-    ``given``: the norms, where these entries are not all.
-    """
+    """One parameter's gradient: entries (n,), and the Euclidean and the largest norm; ``given``, where these are not all."""
 
     values: Tensor
     given: InitVar[tuple[float, float] | None] = None
