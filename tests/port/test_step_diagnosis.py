@@ -236,6 +236,7 @@ MASTER = {
     "update": f"{LINES['clip'].replace('params', 'master')}; optimizer.step(); [p.data.copy_(q) for p, q in zip(params, master)]",
 }  # fmt: skip
 LAMB = "u = direction + weight_decay * p; p -= lr * u * p.norm() / u.norm()"
+PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
 ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
 APART = "padding-in-average accumulation-not-averaged"
 STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
@@ -251,6 +252,8 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "clipped after each of four": ("four", {"backward": PARTS + LINES["clip"]}, "clip-before-accumulation"),
     "rolled and shifted": ("", {"loss": ROLLED}, "labels-shifted-twice last-token-in-loss"),
     "a padded row's last": ("padded short", {"labels": "labels = labels.masked_fill(labels == 0, -100)"}, "token-ignored"),
+    "rounded weights": ("", {"prepare": "model.h[0].attn.c_attn.weight.data.mul_(1 + 1e-7)"}, ""),
+    "columns cut off": ("", {"prepare": PAD, "loss": "F.cross_entropy(logits[:, :67], targets)"}, ""),
     "other ids": ("", {"labels": "x = x.clone(); x[:, 3] = 5"}, None),
     "another function": ("", {"prepare": "model.ln_f.register_forward_hook(lambda part, args, out: 2 * out)"}, None),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),

@@ -77,7 +77,9 @@ def read_loss(forwards: Iterable[Forward], batch: StepBatch) -> LossReading | No
                 logits[row, : len(known)][known] = own[: len(known)][known]
                 reading.parts[row, : len(known)] = number
     trains = gradient.abs().amax(-1) > 0
-    at, wanted = logits[trains], gradient[trains]
+    columns = gradient.abs().amax((0, 1)).nonzero().flatten().tolist()  # those that pad the vocabulary may be cut off
+    size = max(columns, default=size - 1) + 1
+    at, wanted = logits[trains][:, :size], gradient[trains][:, :size]
     if not len(wanted):
         return reading
     rows, labels = torch.arange(len(wanted)), wanted.argmin(-1)
@@ -155,8 +157,7 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
     for end in (None, -1):  # of all positions; of all but the last
         found = found or next((way for way in ways if bool((labels == way[2])[:, :end][trained[:, :end]].all())), None)
     if found is None:
-        wrong = int((labels != right)[trained].sum())
-        yield "labels-wrong", f"{wrong} of {int(trained.sum())} positions have another label", ""
+        yield "labels-wrong", f"{int((labels != right)[trained].sum())} of {int(trained.sum())} positions have another label", ""
         return
     id, words, expected = found
     if id:

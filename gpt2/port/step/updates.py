@@ -248,8 +248,7 @@ class StepMoves:
         for name, track in tracks.items():
             self._fit(name, track)
         self._test_later([session for session in later if session], tracks)
-        # what the best rule explains, it explains by chance; theirs may clip where nobody sees it
-        self.unknown = self.error > ROUNDED or len(self.known) < len(self.odd)
+        self.unknown = self.error > ROUNDED or len(self.known) < len(self.odd)  # what the best explains, it does by chance
 
     @property
     def known(self) -> dict[str, RuleFit]:
