@@ -116,11 +116,13 @@ def size(n_bytes: float) -> str:
 def user_path(text: str | os.PathLike[str]) -> Path:
     """Return the path that a user means: ``~`` and ``~name`` at its beginning are home folders, and nowhere else.
 
-    Raises InputError: nobody here has that name. The only place that expands ``~``.
+    Raises InputError: nobody here has that name, or it is empty. The only place that expands ``~``.
     """
     if not isinstance(text, str | os.PathLike):
         raise InputError(f"a path is a text, and this is {type(text).__name__}; give a text")
-    expanded = os.path.expanduser(given := os.fspath(text))
+    if not (given := os.fspath(text)):
+        raise InputError("a path has an empty name; give one, or . for this folder")
+    expanded = os.path.expanduser(given)
     if expanded.startswith("~") and not os.path.lexists(given):
         name = given.partition(os.sep)[0]
         raise InputError(f"{given}: {name} is no user of this machine; write ./{given} for a path of that name")

@@ -283,11 +283,12 @@ def _prompt(ids: Sequence[int] | Tensor, model: GPT2) -> Tensor:
     try:
         prompt = ids if isinstance(ids, Tensor) else torch.tensor([[operator.index(i) for i in ids]], dtype=torch.long)
     except TypeError:
-        raise InputError("generate: the prompt is not a list of ids; encode a text with the model's tokenizer first") from None
+        what = "the prompt is not a list of ids; encode a text, and give several as a tensor (B, T)"
+        raise InputError(f"generate: {what}") from None
     except (ValueError, OverflowError, RuntimeError):  # torch's errors for an id of more than 64 bits
         raise InputError(f"generate: an id of the prompt lies outside the model's vocabulary of {vocabulary}") from None
     prompt = prompt[None] if prompt.ndim == 1 else prompt
-    if prompt.ndim != 2 or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
+    if prompt.ndim != 2 or prompt.is_meta or prompt.is_floating_point() or prompt.is_complex() or prompt.dtype == torch.bool:
         given = f"{prompt.dtype} of shape {tuple(prompt.shape)}"
         raise InputError(f"generate: the prompt is {given}; give a list of ids, or integers of shape (T,) or (B, T)")
     if prompt.numel() == 0:

@@ -110,17 +110,22 @@ def require_sense(settings: Command) -> None:
     for mode, names in settings.WITHOUT_EFFECT.items():
         for each in changed(settings, mode):
             require_unused(settings, flag_of(each), names)
-    _require_outputs(settings)
+    require_outputs(settings)
 
 
-def _require_outputs(settings: Command) -> None:
-    """Raise InputError: an output that cannot be written, is another output too, or is a file that is read."""
+def require_outputs(settings: Command) -> None:
+    """Raise InputError: an output that cannot be written, is another output too, or would replace a file that is needed.
+
+    That is a file that is read, or one in a folder that is read or written; of an earlier result there nothing is lost.
+    """
     outputs = [each for each in fields(settings) if "writes" in each.metadata]
     others = [vars(settings)[a.name] for a in fields(settings) if not {"prompt", "stop", "writes"} & {a.name, *a.metadata}]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
     words = [word for text in texts for word in (text, *re.split(r"[:=]|^(?:hf|llama\.cpp|ct2|onnx)/", text))]  # trace:FILE
     paths = (user_path(word) if word.startswith("~/") else word for word in words)
     read, taken = list(filter(os.path.exists, paths)), dict[Path, str]()
+    written = [user_path(vars(settings)[each.name] or os.devnull) for each in outputs]
+    folders = {Path(os.path.realpath(path)) for path in [*read, *written] if os.path.isdir(path)}
     for flag, metavar, given in ((flag_of(each), each.metadata["metavar"], getattr(settings, each.name)) for each in outputs):
         if given is None or (given == "-" and flag == "--json"):
             continue
@@ -131,10 +136,20 @@ def _require_outputs(settings: Command) -> None:
         place = Path(os.path.realpath(user_path(given)))
         if place.is_file() and any(map(place.samefile, read)):
             taken[place] = "is read too"
+        elif place.is_file() and folders & {*place.parents} and not _is_result(place):
+            taken[place] = "is in a folder that is read or written"
         if use := taken.get(place):
             raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")
         if place.is_file() or not place.exists():  # all may go to /dev/null
             taken[place] = f"is what {flag} writes"
+
+
+def _is_result(path: Path) -> bool:
+    """Return whether a file is what a command wrote for the user: a page, JSON, or a trace in any form."""
+    with path.open("rb") as file:
+        head = file.read(120)
+    state = int.from_bytes(head[:4], "little") == 20240327  # the beginning of llm.c's debug state
+    return state or path.suffix in (".html", ".npz") or b'"json_version"' in head or b'"about"' in head
 
 
 def require_unused(settings: Any, mode: str, names: Sequence[str]) -> None:

@@ -72,8 +72,6 @@ def export(
         raise InputError(f"unknown type {quoted(type)}; known: {', '.join(TYPES)}")
     if keep and (format != "gguf" or type is None):
         raise InputError("keep names parts that a gguf of another type leaves in the model's dtype; give that type, such as q8_0")
-    if not str(directory):
-        raise InputError("the folder to write has an empty name; give one, or . for this one")
     directory = user_path(directory)
     model, tokenizer, notes = exported_model(source, revision, offline)
     if format == "hf":

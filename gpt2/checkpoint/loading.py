@@ -106,14 +106,14 @@ def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) 
 
     Raises InputError: this machine lacks it, or it is MPS and cannot hold ``dtype``.
     """
-    if asked == "auto":
+    if isinstance(asked, str) and asked == "auto":
         asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(asked)
         if device.type == "mps" and dtype == torch.float64:
             raise InputError("mps has no float64; give the model another dtype, as in gpt2:float32")
         torch.zeros(1, device=device).item()  # meta holds nothing
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError, OverflowError):
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError, OverflowError, ValueError):
         here = "this machine has no accelerator, use cpu"
         if torch.accelerator.is_available():
             here = f"this machine has cpu and {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"

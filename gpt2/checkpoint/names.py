@@ -92,7 +92,7 @@ class ModelName:
         base, activation = _split_activation(base, activation)
         dtype = None if dtype is None else dtype_name(dtype, use)
         if None not in (dtype, suffix) and dtype != suffix:
-            raise InputError(f"{text}: asks for {suffix}, and dtype= for {dtype}; give one of them")
+            raise InputError(f"{text}: asks for {suffix}, and {dtype} is wanted here; leave out what is behind the last colon")
         repo, at, pinned = base.partition("@")
         local = base == DEFAULT or (repo not in OFFICIAL and _exists(base))
         random = None if local else _random(base)
@@ -133,7 +133,7 @@ def _random(base: str) -> RandomWeights | None:
     official_size(size)  # raises an InputError that lists the sizes
     if colon and not re.fullmatch(r"[0-9]{1,19}", seed):
         sizes = ", ".join(OFFICIAL_SIZES)
-        raise InputError(f"bad seed {seed!r} in {base!r}: write random:SIZE:SEED with a whole number; sizes are {sizes}")
+        raise InputError(f"bad seed {seed!r} in {base!r}: write random:SIZE:SEED, 0 or more; sizes are {sizes}")
     if int(seed or 0) >= 2**63:
         raise InputError(f"{base}: the seed must be within 0 .. 2**63 - 1; choose a smaller one")
     return RandomWeights(size, int(seed or 0))

@@ -1,6 +1,7 @@
 """Publish a model's folder to the Hub in one commit: choose files, check model and card, upload, compare what was stored."""
 
 import io
+import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -58,14 +59,14 @@ def plan(folder: str | Path, repo: str) -> Plan:
     """
     if not REPOSITORY.fullmatch(repo):
         raise InputError(f"{quoted(repo)} is not OWNER/NAME; give your name on the Hub and the model's, such as me/macbeth")
-    given, folder = Path(folder), user_path(folder).resolve()
+    given, folder = Path(folder), Path(os.path.realpath(user_path(folder)))
     if not folder.is_dir():
         raise InputError(f"{given}: not a folder; give the one that gpt2 export or gpt2 train made, such as out/run/best")
     weights, notes = _check_model(folder, given)
     present = sorted(entry.relative_to(folder).as_posix() for entry in folder.rglob("*") if not entry.is_dir())
     content: dict[str, bytes | Path] = {name: folder / name for name in present if name in weights | BESIDE}
     for name in content:
-        if not ((path := (folder / name).resolve()).is_file() and path.is_relative_to(folder)):
+        if not ((path := Path(os.path.realpath(folder / name))).is_file() and path.is_relative_to(folder)):
             raise InputError(f"{given}/{name}: a link that leads out of the folder, or no file; put a copy of the file there")
         if not name.endswith(WEIGHTS):
             require_small(folder / name)

@@ -42,6 +42,8 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: 
     """
     directory = user_path(directory)
     tensors = _plain(model)
+    if not isinstance(tokenizer, Tokenizer | None):
+        raise InputError(f"cannot save a {type(tokenizer).__name__} as a tokenizer; give gpt2.load_tokenizer(NAME), or None")
     with writing(directory), tempfile.TemporaryDirectory(prefix=".partial-", dir=directory, ignore_cleanup_errors=True) as aside:
         written = {**{to_file(name): tensor for name, tensor in tensors.items()}, **(more or {})}
         write_file(Path(aside, WEIGHTS), safetensors_file(written))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from gpt2.checkpoint.names import DEFAULT
 from gpt2.config import ACTIVATIONS
 from gpt2.errors import InputError, printable, size, user_path
-from gpt2.options import Command, argument, offline_option, option, revision_option
+from gpt2.options import Command, argument, offline_option, option, require_outputs, revision_option
 from gpt2.pages.streams import say
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ def finish(args: Command, result: Any, text: str | None = None, code: int | None
         else:
             from gpt2.data.files import write_output
 
+            require_outputs(args)  # again: the command may have written a file of that name
             write_output(args.json, written + "\n", "--json ")
     if text is None:
         from gpt2.pages.terminal import Terminal

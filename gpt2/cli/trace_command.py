@@ -61,6 +61,8 @@ def run(args: TraceSettings) -> int:
             raise InputError(f"--steps {args.steps}: llm.c's debug state holds no training steps; choose another form than .bin")
         if args.ids is not None:
             rows = np.atleast_2d(read_ids(args.ids))
+            if rows.shape[-1] < 2:
+                raise InputError(f"{args.ids}: the last id of each row is a next id only; give rows of two ids or more")
             options |= {"ids": rows[:, :-1], "targets": rows[:, 1:]}
     with Status() as status:
         traced = trace(args.model, **options, progress=status)

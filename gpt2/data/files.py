@@ -44,7 +44,7 @@ def opened(path: str | os.PathLike[str], **form: Any) -> Any:
     waits_not = lambda name, flags: os.open(name, flags | getattr(os, "O_NONBLOCK", 0))  # noqa: E731 - Windows has none
     file = open(path, **{"mode": "rb", **form}, opener=waits_not)  # noqa: SIM115
     about = os.fstat(number := file.fileno())
-    with contextlib.suppress(BlockingIOError):  # of /proc/kmsg, which says that it is an empty file
+    with contextlib.suppress(OSError):  # of /proc/kmsg and /proc/self/mem, which say that they are empty files
         if stat.S_ISREG(about.st_mode) and (about.st_size or os.read(number, 1) is not None):
             os.lseek(number, 0, os.SEEK_SET)
             return file
@@ -159,7 +159,7 @@ def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None
     path = user_path(path)
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8
     try:
-        root, *rest = path.parent.resolve().parts[1:] or ("",)
+        root, *rest = Path(os.path.realpath(path.parent)).parts[1:] or ("",)
         if (path.exists() and not path.is_file()) or (root in ("dev", "proc") and rest[:1] != ["shm"]):  # /dev/shm is a folder
             path.write_bytes(data)
             return

@@ -16,7 +16,7 @@ from gpt2.checkpoint.llmc_writer import require_expressible, state_pieces
 from gpt2.checkpoint.saving import safetensors_file, write_file
 from gpt2.config import GPT2Config, quoted
 from gpt2.data.files import written_aside
-from gpt2.errors import InputError
+from gpt2.errors import InputError, user_path
 from gpt2.pages.reports import as_json
 from gpt2.traces.arrays import GRADIENT
 from gpt2.traces.batch import NO_TARGET
@@ -30,9 +30,9 @@ Writer = Callable[[Path, Arrays, dict[str, Any]], None]
 
 def require_form(path: str | Path) -> str:
     """Return the form that a path's suffix names, "" for a directory. Raises InputError: none, or it cannot be written."""
-    path = Path(path)
+    path = user_path(path)
     form = path.suffix.lower() if not path.is_dir() else ""
-    if form not in FORMS:
+    if form not in FORMS or (form == "" and path.exists() and not path.is_dir()):
         known = ", ".join(filter(None, FORMS))
         raise InputError(f"{path}: unknown form {quoted(form)}; give a file that ends in {known}, or a folder without a suffix")
     folder = path.absolute().parent
@@ -43,9 +43,9 @@ def require_form(path: str | Path) -> str:
     return form
 
 
-def write(path: Path, arrays: Arrays, about: dict[str, Any]) -> Path:
+def write(path: str | Path, arrays: Arrays, about: dict[str, Any]) -> Path:
     """Write ``arrays`` in the form that the path's suffix names, with ``about`` (JSON). Raises InputError: it cannot."""
-    form = require_form(path)
+    form, path = require_form(path), user_path(path)
     try:
         FORMS[form](path, arrays, about)
     except OSError as error:

@@ -81,7 +81,7 @@ class Trace(Printed):
         Raises InputError: another suffix, a folder with other files in it, no room, or for ``.bin`` no gradients, a token
         without a next one, or a model that llm.c cannot express.
         """
-        return write(Path(path), self.arrays, self.about)
+        return write(path, self.arrays, self.about)
 
     def to_json(self, indent: int | None = 2) -> str:
         """Return everything but the arrays, with their names, shapes and meanings, and the loss."""

@@ -43,7 +43,7 @@ def test_the_parts_of_a_name(name: str, expected: tuple[Any, ...], tmp_path: Pat
     ("name", "beside", "match"),
     [
         ("gpt2", {"use": FLOATS, "dtype": "int8"}, "eight bits are for running a model"),
-        ("gpt2@v1:bf16", {"dtype": "fp16"}, "give one of them"),
+        ("gpt2@v1:bf16", {"dtype": "fp16"}, "is wanted here; leave out"),
         ("gpt2@v1:bf16", {"revision": "v2"}, "disagree"),
         ("random:gpt2", {"revision": "v1"}, "random:gpt2 has no revisions"),
         *((f"random:{bad}", {}, "gpt2-medium") for bad in ("", "gpt3", "gpt2:x", "gpt2:-1", "gpt2:", "gpt2:1:2")),

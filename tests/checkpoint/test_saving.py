@@ -106,6 +106,8 @@ def test_what_is_not_a_plain_model_is_refused_before_anything_is_written(tmp_pat
     HARMS[harm](model)
     refused(lambda: save(model, None, tmp_path / "new"), "not a plain GPT-2's; unwrap it, or merge", error=InputError)
     refused(lambda: save(model.h[0], None, tmp_path / "new"), "a Block is no GPT2 of gpt2.load", error=InputError)
+    refused(lambda: save(model_of(), model, tmp_path / "new"), "cannot save a GPT2 as a tokenizer", error=InputError)
+    refused(lambda: save(model_of(), None, ""), "a path has an empty name", error=InputError)  # was written into this folder
     assert not (tmp_path / "new").exists()
 
 

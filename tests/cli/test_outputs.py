@@ -91,9 +91,21 @@ def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], t
     for name in ("pipe", "zero"):
         assert "a pipe or a device" in mistake(capsys, *(word.format(name) for word in words))
         assert "a pipe or a device" in refusal(MappedFile, tmp_path / f"{name}{suffix}")
-    monkeypatch.setattr("os.read", Mock(side_effect=BlockingIOError))  # of /proc/kmsg, which says that it is an empty file
     Path("empty").touch()
-    assert "a pipe or a device" in refusal(read_json, Path("empty"))
+    for error in (BlockingIOError, OSError(5, "")):  # of /proc/kmsg and /proc/self/mem, which say that they are empty files
+        monkeypatch.setattr("os.read", Mock(side_effect=error))
+        assert "a pipe or a device" in refusal(read_json, Path("empty"))
+
+
+def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, capsys) -> None:
+    """``export m out --json out/config.json`` left a report in place of the config. A result may be written again."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    assert "would be lost" in mistake(capsys, "export", "shakespeare-mini", str(folder), "--json", str(folder / "config.json"))
+    for name in ("r.json", "r.json", "config.json"):
+        assert main(["info", str(folder), "--json", str(folder / name)]) == (2 if name == "config.json" else 0)
+    for name in ("t.safetensors", "t.safetensors", "t.bin", "t.bin", "model.safetensors"):
+        assert main(["trace", str(folder), "--out", str(folder / name), "--tokens", "2"]) == (2 if name[0] == "m" else 0)
 
 
 BESIDE = ("config.json", "tokenizer.json", "vocab.json")

@@ -114,6 +114,8 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("a.csv", "text\nx\ny,z\n", {}, "a.csv:3: more values than the 1 fields"),
         ("a.csv", 'text\nx\n"y\nz\n', {}, "a.csv:3: not CSV (unexpected end of data: is a quote left open?)"),
         ("a.csv", "text,q\nx", {"prompt": "q"}, "a.csv:2: the field 'q' is not text: None"),
+        ("a.csv", "text\nx\n" + "y" * 999, {}, "a.csv:3: has more than 0 Mi characters; write one record on each line"),
+        ("a.jsonl", " " * 999, {}, "a.jsonl:1: has more than 0 Mi characters"),  # a hole of 20 GB filled the memory
         ("a.txt", "x", {"prompt": "q"}, "a text file has none"),
         ("a.txt", b"a\0b", {}, "a.txt: not a text file: it has a NUL byte"),
         ("a" * 300, None, {}, "File name too long; check data.path"),
@@ -124,7 +126,9 @@ def test_a_table_counts_as_what_it_holds(tmp_path):
         ("*.csv", None, {}, "no file has such a name"),
     ],
 )
-def test_what_cannot_be_read_is_one_line_with_its_place(tmp_path, name, content, settings, says):
+def test_what_cannot_be_read_is_one_line_with_its_place(tmp_path, monkeypatch, name, content, settings, says):
+    if "Mi char" in says:
+        monkeypatch.setattr("gpt2.data.tables.MOST", 999)
     path = tmp_path / name
     if name and content is not None:
         path.write_bytes(content if isinstance(content, bytes) else content.encode())

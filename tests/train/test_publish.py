@@ -195,12 +195,18 @@ def to_a_link(folder: Path) -> None:
     (folder / "config.json").symlink_to("../private.json")
 
 
+def to_itself(folder: Path) -> None:
+    (folder / "README.md").unlink()
+    (folder / "README.md").symlink_to("README.md")
+
+
 @pytest.mark.parametrize(
     ("change", "says"),
     [
         (other_weights(0.5), "is of another model.safetensors"),
         (other_weights(float("nan")), "is nan, not finite"),
         (to_a_link, "leads out of the folder"),
+        (to_itself, "leads out of the folder, or no file"),
         (edit("config.json", '"n_embd": 16', '"n_embd": 17'), "n_embd"),
         (lambda folder: (folder / "model.safetensors").unlink(), "no model.safetensors"),
         (no_card_and_a_flip, "model.safetensors does not have the sha256 that manifest.json states"),

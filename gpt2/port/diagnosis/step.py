@@ -53,6 +53,7 @@ def diagnose_step(
 
     from gpt2.checkpoint.loading import load, require_intact
     from gpt2.measure.metrics import silent
+    from gpt2.model import GPT2
     from gpt2.port.diagnosis import examine_module
     from gpt2.port.mapping import load_into
     from gpt2.port.step.examination import StepExamination
@@ -64,11 +65,11 @@ def diagnose_step(
         raise InputError(f"make_step is {type(make_step).__name__}; give a function of the module that returns step(x, y)")
     if not isinstance(module, nn.Module):
         raise InputError(f"diagnose_step takes a torch.nn.Module, and was given {type(module).__name__}; build the module first")
-    ours = load(model, revision=revision, offline=offline) if isinstance(model, str) else model
+    ours = model if isinstance(model, GPT2) else load(model, revision=revision, offline=offline)
     if fill:
         load_into(module, ours)
     require_intact(ours, f"the right model{ours.name and f', {ours.name}'}")
     forward, mapping = examine_module(module, ours, False, silent)
     with few_threads(ours.config.num_parameters()):
         diagnosis = StepExamination(module, make_step, ours, known, forward, mapping, watch).diagnosis()
-    return replace(diagnosis, checkpoint=model if isinstance(model, str) else "a model")
+    return replace(diagnosis, checkpoint="a model" if isinstance(model, GPT2) else str(model))
