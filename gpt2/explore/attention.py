@@ -164,7 +164,8 @@ def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
         from matplotlib.image import imsave
 
         imsave(written, image, format="png")
-    labels = [_label(token) for token in tokens] if n <= LABELLED and cell >= 7 else []
+    words = map(visible, tokens) if n <= LABELLED and cell >= 7 else ()
+    labels = [word if len(word) <= 10 else f"{word[:9]}…" for word in words]
     longest = 6 * max(map(len, labels), default=0)
     side, step, left, top = n * cell, step * cell, 34 + longest, 24
     width, height = step * heads, step * layers
@@ -187,11 +188,6 @@ def picture(maps: Tensor, tokens: Sequence[str], *, signed: bool) -> str:
     )
     title = "Attention weights of every head"
     return whole.format(left + width, top + height + 8 + longest, left + width, title, Markup("").join(parts))
-
-
-def _label(token: str) -> str:
-    text = visible(token)
-    return text if len(text) <= 10 else text[:9] + "…"
 
 
 def attention_maps(model: nn.Module, ids: Tensor) -> Tensor:

@@ -57,10 +57,7 @@ def overfitting(rows: Sequence[Mapping[str, Any]], best_step: int) -> str:
 
 
 def read(folders: Sequence[str | Path]) -> list[Run]:
-    """Read the runs, without incomplete last lines.
-
-    Raises InputError: none given, or a folder without metrics.
-    """
+    """Read the runs, without incomplete last lines. Raises InputError: none given, or a folder without metrics."""
     if not folders:
         raise InputError("no runs: give the folders that gpt2 train wrote, such as out/mini out/chars")
     names = [Path(folder).resolve().name for folder in folders]
