@@ -41,7 +41,7 @@ def test_arrays_that_were_never_computed_are_no_fault_of_a_formula() -> None:
 def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy makes float64 of float32 by a scalar. The tolerance of float64 then called rounding another block's weights."""
     wrong = trace(faulty(activation_function="gelu").float(), IDS)
-    mixed = {point: value.double() * (1 + 1e-9) if point.startswith(("h.1", "h.2")) else value for point, value in wrong.items()}
+    mixed = {point: value.double() * (1 + 1e-9) if point.startswith("h.1") else value for point, value in wrong.items()}
     mixed = {point: value for point, value in mixed.items() if not point.endswith(("heads", "attn.q", "attn.k", "attn.v"))}
     assumed: list[torch.dtype] = []
     monkeypatch.setattr("gpt2.port.dump.dumped.measured", lambda *given: assumed.append(given[-1]) or measured(*given))
@@ -133,7 +133,7 @@ def test_an_attention_is_not_called_another_one(
 ) -> None:
     """One head's value compared with several ended it; values recorded in any case spoke for tokens that see themselves."""
     monkeypatch.setattr("gpt2.port.terms.budget.WORK", {True: 400_000})
-    values = Model(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(3)}))
+    values = Model(MODEL.state_dict(), MODEL.config, IDS).trace(Program({n: {stage: formula} for n in range(2)}))
     said = gpt2.diagnose(dump({name: value for name, value in values.items() if name != "x"}, torch.float64), MODEL)
     assert (said.verdict == "mismatch") == bool(causes_of)
     assert {cause.id for cause in said.causes} == causes_of
