@@ -330,8 +330,7 @@ def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_an
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["full", "block"])
-@pytest.mark.parametrize(("label", "block"), [("is ReLU;", 1), ("mask-missing: every", None)])
+@pytest.mark.parametrize(("label", "block", "level"), [("is ReLU;", 1, "block"), ("mask-missing: every", None, "full")])
 def test_a_large_model_is_searched_from_few_values(
     label: str, block: int | None, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,7 +364,7 @@ def named(one: Alternative, calls: Calls, level: str) -> None:
 
 @pytest.mark.parametrize(
     ("count", "seed", "number"),
-    [*((4, 1, n) for n in (1, 3)), *(pytest.param(16, 2, n, marks=pytest.mark.slow) for n in range(16))],
+    [*((4, 1, n) for n in (1, 3)), *(pytest.param(8, 2, n, marks=pytest.mark.slow) for n in range(8))],
 )
 def test_a_mutant_of_our_model_is_named(count: int, seed: int, number: int) -> None:
     """Every line of the table must be found by the search, in any schedule and from few values."""

@@ -12,7 +12,7 @@ import torch
 from support import hf_layouts
 from support.checks import mostly_slow
 from support.commands import refusal
-from support.faulty import CONFIG as SIZES, Faulty
+from support.faulty import TWO as SIZES, Faulty
 from support.ports import CONFIGS, PORTS, Port, logits
 from torch import Tensor, nn
 
@@ -99,10 +99,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # A port with a fault that no config and no weights can express: architecture, fault, words of the refusal.
 REFUSED = [
-    ("fused", "gelu-relu@2", "your feed-forward computes, with each of 9 activations, something else than GPT-2's (error of"),
+    ("fused", "gelu-relu@1", "your feed-forward computes, with each of 9 activations, something else than GPT-2's (error of"),
     ("fused", "eps-1e-6@1.ln_1", "something else than GPT-2's"),
     ("heads", "rmsnorm", "your embeddings, last norm or head compute something else than GPT-2's"),
-    ("fused", "scale-by-width@2", "your attention computes something else than GPT-2's (error of the logits"),
+    ("fused", "scale-by-width@0", "your attention computes something else than GPT-2's (error of the logits"),
     ("italiano", "embedding-scaled", "something else than GPT-2's"),
     ("fused", "noise", "something else than GPT-2's"),
     ("fused", "parallel", "something else than GPT-2's"),
@@ -139,7 +139,7 @@ EXPRESSED: list[tuple[str, str, dict[str, Any]]] = [
     ("fused", "gelu-erf eps-1e-6", {"activation_function": "gelu", "layer_norm_epsilon": 1e-6}),
     ("fused", "scale-missing", {"scale_attn_weights": False}),
     ("italiano", "scale-inverse-layer", {"scale_attn_by_inverse_layer_idx": True}),
-    ("heads", "layer-missing@2", {"n_layer": 2, "n_positions": 24}),
+    ("heads", "layer-missing@1", {"n_layer": 1, "n_positions": 24}),
     ("fused", "padded-vocab", {"vocab_size": 72}),
     ("fused", "untied-head", {"tie_word_embeddings": False}),
     ("compiled", "untied-head", {"tie_word_embeddings": False}),
@@ -254,7 +254,7 @@ def test_notes_say_what_was_left_out_or_differs(folder: Path) -> None:
     """Each of these is no reason to refuse, and none may stay unsaid."""
     notes = {
         "verified with float64 where its forward casts to float32": Faulty("fused", "softmax-upcast").build(SIZES, folder),
-        "its logits differ, as with a constant in float32, by 1.": Faulty("fused", "gelu-erf-rounded").build(SIZES, folder),
+        "its logits differ, as with a constant in float32, by ": Faulty("fused", "gelu-erf-rounded").build(SIZES, folder),
         "a norm's scale is one: 'h.*.ln_1.weight', 'h.*.ln_1.bias'": Faulty("fused", "no-affine@0.ln_1").build(SIZES, folder),
         "left out, as no logit depends on them: token_embedding.lora_a": adapted(0.0),
         "rounded, as it uses its parameters scaled or shifted: ": filled(PORTS["centred"], SIZES)[0].float(),

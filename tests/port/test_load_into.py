@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from support import hf_layouts
 from support.checks import mostly_slow
 from support.commands import refusal
-from support.faulty import CONFIG, Faulty, write
+from support.faulty import CONFIG as THREE, TWO as CONFIG, Faulty, write
 from support.ports import PORTS, parts
 from torch import Tensor, nn
 
@@ -78,6 +78,14 @@ PLACED = [("fused", word, f"all weights are placed, but {ANYTHING}", None) for w
 
 
 @cache
+def filled() -> nn.Module:
+    """A right port with the checkpoint's weights, which is only read."""
+    module = Port()
+    load_into(module, checkpoint())
+    return module
+
+
+@cache
 def report_of(port: str) -> MappingReport:
     """What `load_into` says of a port of tests/support/ports; several tests read it."""
     return load_into(PORTS[port].build(CONFIG), checkpoint())
@@ -89,7 +97,7 @@ def sentences(report: MappingReport) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
+    return write(tmp_path_factory.mktemp("checkpoint"), THREE)
 
 
 # Every fourth of the formulas is quick, and every second of what has a sentence of its own.
@@ -98,8 +106,8 @@ def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(
     architecture: str, fault: str, sentence: str, unfilled: str | None, folder: Path
 ) -> None:
     """If the mapping needed correct logits, a faulty port could not be filled, and these ports need a diagnosis."""
-    filled = Faulty(architecture, fault).build(CONFIG, folder)
-    module, before = (Faulty(architecture, fault, filled=True).build(CONFIG, folder) for _ in range(2))
+    filled = Faulty(architecture, fault).build(THREE, folder)
+    module, before = (Faulty(architecture, fault, filled=True).build(THREE, folder) for _ in range(2))
     report = load_into(module, str(folder))
     assert not report.ok
     assert report.logits_error > 1e-5
@@ -119,7 +127,7 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
     ("name", "change"),
     [
         ("blocks.1.q.weight", lambda e: swapped(e, slice(0, 5), slice(5, 10))),  # two heads of q, but not of k
-        ("blocks.2.out.weight", lambda e: e.t().contiguous()),  # the square one, transposed
+        ("blocks.1.out.weight", lambda e: e.t().contiguous()),  # the square one, transposed
         ("blocks.0.norm_1.weight", lambda e: swapped(e, slice(3, 4), slice(4, 5))),
         ("places.weight", lambda e: e.roll(1, 0)),
         ("words.weight", lambda e: swapped(e, slice(66, 67), slice(65, 66))),  # two tokens of 67
@@ -128,8 +136,7 @@ def swapped(entries: Tensor, a: slice, b: slice) -> Tensor:
 )
 def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative controls: the check must find a single wrong entry in any place, written or read."""
-    entries, filled = WeightMap.entries, Port()
-    load_into(filled, checkpoint())
+    entries, right = WeightMap.entries, filled()
     monkeypatch.setattr(
         WeightMap, "entries", lambda self, source: (change if source.name == name else lambda e: e)(entries(self, source))
     )
@@ -138,15 +145,15 @@ def test_a_wrong_mapping_is_refused(name: str, change: Callable[[Tensor], Tensor
     assert report.logits_error > 1e-6
     assert ANYTHING in sentences(report)
     with pytest.raises(InputError, match=r"something else than GPT-2's|is added where GPT-2 adds nothing"):
-        gpt2.checkpoint_of(filled)
+        gpt2.checkpoint_of(right)
 
 
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
         ({"n_embd": 24}, "your width is 24, the checkpoint's 20"),
-        ({"n_layer": 2}, "layer-missing at h.2: your forward runs 2 of the checkpoint's 3 blocks"),
-        ({"n_layer": 4}, "your number of blocks is 4, the checkpoint's 3"),
+        ({"n_layer": 1}, "layer-missing at h.1: your forward runs 1 of the checkpoint's 2 blocks"),
+        ({"n_layer": 3}, "your number of blocks is 3, the checkpoint's 2"),
         ({"n_head": 2}, "head-layout at h.*.attn: your attention has 2 heads, the checkpoint 4"),
         ({"n_inner": 48}, "your feed-forward width is 48, the checkpoint's 52"),
         ({"vocab_size": 60}, "your vocabulary is 60, the checkpoint's 67"),
@@ -397,7 +404,7 @@ def test_a_model_like_gpt2_is_refused_with_the_differences() -> None:
     module.embed = lambda ids: module.words(ids)
     report = load_into(module, checkpoint())
     assert not report.ok
-    assert "layer-missing at h.1, h.2: your forward runs 1 of the checkpoint's 3 blocks" in report.problems
+    assert "layer-missing at h.1: your forward runs 1 of the checkpoint's 2 blocks" in report.problems
     assert "position-missing at wpe: your module has no learned positions" in report.problems
 
 
@@ -433,7 +440,7 @@ def test_the_table_and_the_json() -> None:
     assert "\nEQUAL: the logits agree with our model's" in report.table()
     rows = {row.name: (row.sources, row.transformation) for row in report.rows}
     assert set(rows) == {name for name, _ in Port().named_parameters()}
-    assert rows["blocks.2.k.weight"] == (("h.2.attn.c_attn.weight",), "columns 20:40, transposed")
+    assert rows["blocks.1.k.weight"] == (("h.1.attn.c_attn.weight",), "columns 20:40, transposed")
 
 
 def test_a_name_is_as_good_as_a_model() -> None:

@@ -90,8 +90,8 @@ def test_missing_places_are_reported(name, checkpoints):
 @pytest.mark.slow
 @torch.no_grad()
 def test_official_shape(tmp_path):
-    """At the official shape: memory that is quadratic in the width, or ids taken for positions, would show only here."""
-    port, config = PORTS["interleaved"], replace(OFFICIAL_SIZES["gpt2"], n_layer=1)
+    """At the official width and context: memory that is quadratic in these, or ids taken for positions, would show only here."""
+    port, config = PORTS["interleaved"], replace(OFFICIAL_SIZES["gpt2"], n_layer=1, vocab_size=3000)
     hf_layouts.official(tmp_path, config)
     module = port.build(config).float()
     report = load_into(module, str(tmp_path))

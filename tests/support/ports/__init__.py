@@ -23,7 +23,7 @@ from support.faulty.loading import named_parts, put
 __all__ = ["ALIKE", "CONFIGS", "PORTS", "Port", "logits", "put"]
 
 # CONFIG: all sizes differ. ALIKE: nearly all are equal (F == 3D, H == K, P == D).
-ALIKE = GPT2Config(vocab_size=48, n_positions=16, n_embd=16, n_layer=4, n_head=4, n_inner=48, bos_token_id=0, eos_token_id=0)
+ALIKE = GPT2Config(vocab_size=48, n_positions=16, n_embd=16, n_layer=2, n_head=4, n_inner=48, bos_token_id=0, eos_token_id=0)
 CONFIGS = {"tiny": hf_layouts.TINY, "apart": CONFIG, "alike": ALIKE}
 
 
