@@ -71,8 +71,8 @@ def test_a_right_dump_is_equal_and_a_fault_is_named(dtype: torch.dtype) -> None:
 @pytest.mark.kernels
 def test_a_fault_near_the_tolerance_is_named() -> None:
     """Every stage was within the tolerance and the logits were not, so a small wrong epsilon was undetermined."""
-    arrays = laid_out(trace(faulty(layer_norm_epsilon=1e-6), IDS), seed=1)
-    said = gpt2.diagnose(dump(arrays, torch.float32), faulty(layer_norm_epsilon=2.5e-6))
+    arrays = laid_out(trace(faulty(layer_norm_epsilon=1e-6, n_layer=1), IDS), seed=1)
+    said = gpt2.diagnose(dump(arrays, torch.float32), faulty(layer_norm_epsilon=2.5e-6, n_layer=1))
     assert causes(said) == [("layernorm-eps", "h.0.ln_1, h.0.ln_2")]
 
 

@@ -1,12 +1,11 @@
 """Dumps at the limits of what can be said: few arrays, mixed precision, and faults that no known cause explains."""
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import pytest
 import torch
 from port.test_dump import MODEL, causes, dump, faulty
-from port.test_walk import CONFIG, IDS, checkpoint
+from port.test_walk import IDS, ONE, checkpoint
 from torch import Tensor
 
 import gpt2
@@ -17,7 +16,6 @@ from gpt2.port.graph import Formula, Model, Program, Site, State
 from gpt2.port.terms.causes import SURE
 from gpt2.port.terms.tolerance import measured
 
-ONE = replace(CONFIG, n_layer=1)  # a search takes a half of the time
 SMALL = checkpoint(ONE)
 FEW = ("ln_1", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 

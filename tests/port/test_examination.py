@@ -394,12 +394,13 @@ def pruned(model: gpt2.GPT2, approximate: str = "tanh", share: int = 0) -> nn.Mo
     return module
 
 
-def test_weights_that_a_forward_computes_are_no_known_parts(two: gpt2.GPT2) -> None:
+def test_weights_that_a_forward_computes_are_no_known_parts(model: gpt2.GPT2, two: gpt2.GPT2) -> None:
     """Of a right module under torch's prune other tensors were said to be wrong, or to hold the next block's."""
-    found = [[one.id for one in diagnose(pruned(two, *how), two).causes] for how in ((), ("none",), ("tanh", 3))]
+    cases: list[tuple[gpt2.GPT2, tuple]] = [(two, ()), (model, ("none",)), (model, ("tanh", 3))]
+    found = [[one.id for one in diagnose(pruned(of, *how), of).causes] for of, how in cases]
     assert found == [[], ["gelu-variant"], []]
     with pytest.raises(gpt2.InputError, match=r"computes the weights of a projection, from .*c_fc\.weight_"):
-        gpt2.load_into(pruned(two), two)
+        gpt2.load_into(pruned(model), model)
 
 
 class Odd(nn.Module):
