@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from support import forks
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.cli.main import COMMANDS, file_of, parser
@@ -224,7 +225,7 @@ RUNNABLE = [example for example in examples() if needs(example) is None and exam
 # What another example says with more options is not run: it parses, above.
 RUN = [each for each in RUNNABLE if not any(options(each) < options(other) for other in RUNNABLE)]
 # An example runs with less work than it asks for; that of the README runs as it stands.
-LESS = {"compare": ["--tokens", "200"], "verify": ["--quick"], "bench": ["--pairs", "1"]}
+LESS = {"compare": ["--tokens", "200"], "verify": ["--quick"], "bench": ["--pairs", "1"], "diagnose": ["--model", "model"]}
 
 
 def test_every_command_s_help_has_examples_that_are_run() -> None:
@@ -241,7 +242,7 @@ def test_an_example_of_the_help_runs(example: str, tmp_path: Path) -> None:
     shutil.copy(ROOT / "tests" / "support" / "faulty" / "sound.py", tmp_path / "port.py")
     (tmp_path / "train.py").write_text(STEP)
     (tmp_path / "mine.py").write_text("import port\n\n\ndef build():\n    return port.build('model')\n")
-    shutil.copytree(Path(gpt2.__file__).parent / "assets" / "shakespeare-mini", tmp_path / "model")
+    write_checkpoint(tmp_path / "model")
     if "mine.pt" in example:
         forks.run("-c", "import mine, torch\ntorch.save(mine.build().state_dict(), 'mine.pt')", cwd=tmp_path)
     if "|" in example:
