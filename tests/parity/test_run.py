@@ -255,9 +255,12 @@ def off_without_a_cache(model: GPT2) -> None:
     ],
 )
 @pytest.mark.kernels
-def test_positions_behind_the_traced_rows_are_judged(tmp_path: Path, control: Callable, must_fail: list[str]) -> None:
+def test_positions_behind_the_traced_rows_are_judged(
+    tmp_path: Path, control: Callable, must_fail: list[str], monkeypatch
+) -> None:
     """All positions up to the context length, cached and in the dtype: the traced rows have 32 tokens, a context up to 1,024."""
     checkpoint = write_checkpoint(tmp_path / "model", n_positions=64)
+    monkeypatch.setattr(run, "MORE_DRAWS", 1 if must_fail else run.MORE_DRAWS)
     assert failing(verify(str(checkpoint), build=broken(control), quick=True, keep_going=True)) == must_fail
 
 
@@ -306,13 +309,14 @@ def test_what_a_few_sequences_leave_open_is_decided_by_all(checkpoint: Path, rep
     assert errors[0] != errors[1]
 
 
-def test_a_model_in_memory_is_verified_as_it_computes(checkpoint: Path) -> None:
+def test_a_model_in_memory_is_verified_as_it_computes(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After one's own training loop there is a model and no name; its own forward pass is judged, not a reloaded copy's."""
     model = gpt2.load(str(checkpoint))
     report = verify(model, quick=True)
     assert report.ok
     assert report.model == model.name
     partial(imprecise.cache, torch.bfloat16)(model)
+    monkeypatch.setattr(run, "MORE_DRAWS", 1)
     assert failing(verify(model, quick=True, keep_going=True)) == ["rounding"]
     assert "device takes a name" in refusal(verify, model, device="cpu")
     assert "a model's name is a text or a path, and this is list" in refusal(verify, [model])
