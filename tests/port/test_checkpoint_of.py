@@ -106,11 +106,8 @@ REFUSED = [
     ("italiano", "embedding-scaled", "something else than GPT-2's"),
     ("fused", "noise", "something else than GPT-2's"),
     ("fused", "parallel", "something else than GPT-2's"),
-    ("fused", "position-sinusoidal", "your module has no learned positions"),
     ("fused", "post-norm", "your norms stand after the branches, GPT-2's before them"),
     ("fused", "final-norm-missing", "your module has no last norm"),
-    ("fused", "layer-repeated@1", "layer-repeated at h.1: your attention runs 2 times"),
-    ("fused", "heads-split-wrongly", "mixes up heads and positions"),
     ("fused", "output-projection-missing@0", "no parameter takes the place of h.0.attn.c_proj.weight"),
     ("fused", "head-bias", "head.bias (norm"),
 ]
