@@ -254,6 +254,7 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "a padded row's last": ("padded short", {"labels": "labels = labels.masked_fill(labels == 0, -100)"}, "token-ignored"),
     "rounded weights": ("", {"prepare": "model.h[0].attn.c_attn.weight.data.mul_(1 + 1e-7)"}, ""),
     "columns cut off": ("", {"prepare": PAD, "loss": "F.cross_entropy(logits[:, :67], targets)"}, ""),
+    "hooks of all": ("", {"prepare": "[p.register_hook(lambda g: g / 2) for p in model.parameters()]"}, "gradient-scaled"),
     "other ids": ("", {"labels": "x = x.clone(); x[:, 3] = 5"}, None),
     "another function": ("", {"prepare": "model.ln_f.register_forward_hook(lambda part, args, out: 2 * out)"}, None),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),

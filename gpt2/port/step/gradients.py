@@ -99,10 +99,7 @@ def expected_gradients(state: Samples, roles: Roles, sampler: Sampler, forwards:
 def judge_gradients(
     findings: StepFindings, call: Watched, made: Shares, roles: Roles, untied: Collection[str], relative: float = EQUAL
 ) -> None:
-    """Add the causes in the gradients of a call that are not those of ``made``.
-
-    ``untied``: the token embedding and the head, if they are two parameters. ``relative``: the error that rounding explains.
-    """
+    """Add the causes in gradients that are not those of ``made``, to ``relative``. ``untied``: embedding and head, if two."""
     arrived = {name: one.values for name, one in call.arrived().items()}
     got = {name: arrived.get(name, torch.zeros_like(g)).masked_fill(g.isnan(), 0.0) for name, (g, _) in made.items()}
     right = {name: both.nan_to_num(0.0) for name, (_, both) in made.items()}
@@ -114,6 +111,10 @@ def judge_gradients(
     wrong = [name for name in got if not same(name, right[name])]
     for name in wrong:
         findings.differ("gradient", float((got[name] - right[name]).norm()) / max(float(right[name].norm()), NOISE * whole))
+    factor = sum(float(got[name] @ right[name]) for name in got) / (whole**2 or 1.0)
+    if wrong and factor and all(same(name, factor * right[name]) for name in got):
+        findings.add("gradient-scaled", "gradient", f"all gradients arrive {factor:.6g} times what they should be", SEEN)
+        return
     wrong = [name for name in wrong if name not in untied or name not in call.trains]
     dead = [name for name in wrong if float(got[name].norm()) <= DEAD * whole]
     unreached, rest = [name for name in dead if name in call.trains], [name for name in wrong if name not in dead]

@@ -366,7 +366,6 @@ class StepMoves:
         if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled or self.decays_right):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
-        # the rates that the settings say of the steps after and before
         shifted = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (1, -1))
         said = f"a rate of {_listed(rates)}, not {_listed(expected)}"
         if _same(rates, expected):
