@@ -55,7 +55,7 @@ class misfit(suppress):
         super().__init__(IndexError, RuntimeError)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
-        return not out_of_memory(error) and super().__exit__(kind, error, trace)
+        return error is not None and not out_of_memory(error) and super().__exit__(kind, error, trace)
 
 
 def panicked(error: BaseException) -> bool:

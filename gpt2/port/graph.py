@@ -64,6 +64,7 @@ THIRDS = {"attn.q": 0, "attn.k": 1, "attn.v": 2}
 # Each linear node with the checkpoint's module.
 MODULES = {"attn.q": "attn.c_attn", "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.c_proj": "attn.c_proj"}
 MODULES |= {"mlp.c_fc": "mlp.c_fc", "mlp.c_proj": "mlp.c_proj"}
+MULTIPLIED = {*MODULES, "attn.scores", "attn.mixed"}  # nodes that are products of matrices
 SQUARE = ("attn.scores", "attn.weights")  # of tokens and keys
 HEADED = ("attn.q", "attn.k", "attn.v", "attn.heads")  # streams that may be recorded by heads
 # Axes along which a program may write a value in pieces, by node; rows of the batch and tokens, if not here.
@@ -237,8 +238,9 @@ class Site:
 
     def linear(self, node: str, held: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return weight (I, O) and bias (O,) of a linear node, as its module ``held`` them: q, k and v have a third of c_attn."""
-        pair, third = held or self.held(MODULES[node]), THIRDS.get(node)
-        return pair if third is None else (pair[0].chunk(3, 1)[third], pair[1].chunk(3)[third])
+        pair, third = held or self.held(MODULES[node]), THIRDS.get(node, 0)
+        columns = slice(third * len(pair[1]) // 3, (third + 1) * len(pair[1]) // 3)
+        return (pair[0][:, columns], pair[1][columns]) if node in THIRDS else pair
 
     @property
     def words(self) -> Tensor:
@@ -254,6 +256,13 @@ class Site:
     def tokens(self) -> Tensor:
         """The numbers of this call's tokens (t, 1)."""
         return torch.arange(self.begin, self.end)[:, None]
+
+    def charge(self, node: str, value: Tensor, is_own: bool = False) -> None:
+        """Count in the budget what a node's ``value`` costs; ``is_own``: by another formula than GPT-2's."""
+        size, of = value.numel(), self.config
+        lengths = {"attn.scores": of.head_dim, "attn.mixed": self.end, "mlp.c_proj": of.inner} if node in MULTIPLIED else {}
+        products = size * lengths.get(node, of.n_embd) if node in MULTIPLIED else 0
+        self.model.budget.spend(COST[is_own], size, products)
 
     def visible(self, keys: int) -> Tensor:
         """Return (t, S): a token sees itself and all before it."""
@@ -289,13 +298,11 @@ def affine(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 
 def _linear(node: str) -> Formula:
-    (source,) = READS[node]
-    return lambda c, s: affine(s[source], *c.linear(node))
+    return lambda c, s: affine(s[READS[node][0]], *c.linear(node))
 
 
 def _heads(node: str) -> Formula:
-    (source,) = READS[node]
-    return lambda c, s: split(s[source], c.config.n_head)
+    return lambda c, s: split(s[READS[node][0]], c.config.n_head)
 
 
 def embedding(c: Site, rows: Tensor | slice | None = None) -> Tensor:
@@ -328,15 +335,8 @@ def computed(c: Site, state: State, node: str, edits: Edits) -> Tensor:
     """Return a node's value by its formula in ``edits``, or GPT-2's, and count what that costs."""
     own = edits.get(node)
     value = (own or RIGHT[node])(c, state)
-    charge(c, node, value, own is not None)
+    c.charge(node, value, own is not None)
     return value
-
-
-def charge(c: Site, node: str, value: Tensor, is_own: bool = False) -> None:
-    """Count in the budget what a node's ``value`` costs; ``is_own``: by another formula than GPT-2's."""
-    summed = {"attn.scores": c.config.head_dim, "attn.mixed": c.end, "mlp.c_proj": c.config.inner}.get(node, c.config.n_embd)
-    products = value.numel() * summed if node in MODULES or node in ("attn.scores", "attn.mixed") else 0
-    c.model.budget.spend(COST[is_own], value.numel(), products)
 
 
 def run_block(c: Site, state: State, edits: Edits, after: int = -1, until: int = LAST) -> State:

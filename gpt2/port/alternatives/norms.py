@@ -80,10 +80,11 @@ def layer_norm(
     weight, bias = affine(weight, bias) if affine else (weight, bias)
     mean = torch.zeros_like(x[..., :1]) if rms else x.mean(axes, keepdim=True)
     count = max(math.prod(x.shape[axis] for axis in axes) - correction, 1)
-    divisor = (((x - mean).square().sum(axes, keepdim=True) / count) ** inner + eps) ** outer
+    centred = x if rms else x - mean
+    divisor = ((centred.square().sum(axes, keepdim=True) / count) ** inner + eps) ** outer
     if brackets < 2:
         return (x - mean / divisor) * weight + bias if brackets else x - mean / divisor * weight + bias
-    return (x - mean) / divisor * weight + bias
+    return centred / divisor * weight + bias
 
 
 def normed(part: str, make: Norming) -> Formula:

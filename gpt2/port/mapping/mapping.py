@@ -49,13 +49,14 @@ def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2, wo
 
 
 class Grid(NamedTuple):
-    """The place with the id ``row_ids[i] + column_ids[j]`` takes the entry ``rows[i] + columns[j]``, KEEP or ZERO among them."""
+    """The place with the id ``row_ids[i] + column_ids[j]``, at first ``first``, takes ``rows[i] + columns[j]``, KEEP or ZERO."""
 
     row_ids: Tensor
     column_ids: Tensor
     rows: Tensor
     columns: Tensor
     part: ModelPart
+    first: int
 
 
 class Conflict(NamedTuple):
@@ -165,16 +166,18 @@ class WeightMap:
             for some in torch.arange(len(grid.rows)).split(max(1, AT_ONCE // max(1, len(columns)))):
                 places = grid.row_ids[some, None] + (grid.column_ids - source.storage)
                 before, entries = filled[places], grid.rows[some, None].to(self.dtype) + columns
-                differ = (before >= 0) & (entries >= 0) & (before != entries)  # another part has filled them
-                if bool(differ.any()):
-                    self.conflicts.append(Conflict(source.name, before[differ], entries[differ]))
-                filled[places] = torch.where((before >= 0) | ((before == ZERO) & (entries == KEEP)), before, entries)
+                if bool((before != KEEP).any()):
+                    differ = (before >= 0) & (entries >= 0) & (before != entries)  # another part has filled them
+                    if bool(differ.any()):
+                        self.conflicts.append(Conflict(source.name, before[differ], entries[differ]))
+                    entries = torch.where((before >= 0) | ((before == ZERO) & (entries == KEEP)), before, entries)
+                filled[places] = entries
         region = source.region
         return filled.as_strided(region.shape, region.strides, region.start - source.storage)
 
     def parts(self, source: Holder) -> list[ModelPart]:
         region, grids = source.region, self._grids[source.storage]
-        parts = [grid.part for grid in grids if region.start <= int(grid.row_ids[0] + grid.column_ids[0]) <= region.last]
+        parts = [grid.part for grid in grids if region.start <= grid.first <= region.last]
         return list({id(part): part for part in parts}.values())
 
     def _size(self, part: ModelPart) -> tuple[int, int]:
@@ -201,22 +204,24 @@ class WeightMap:
         share = SHARE.match(part.part)
         step, first = (3 * width, "qkv".index(share[1]) * width) if share else (width, 0)
         inside, beyond = (rows >= 0) & (rows < height), rows >= height
-        columns = part.columns[known]
-        entries = rows[inside] * step + first + self.starts.get(name, 0)
-        rest = torch.full((int(beyond.sum()),), KEEP if part.part == "wpe" else ZERO)
-        for row_ids, numbers, along in (part.row_ids[inside], entries, columns), (part.row_ids[beyond], rest, columns * 0):
-            column_ids = part.column_ids[known]
-            for some in self._apart(row_ids + column_ids[:1]) if len(row_ids) else ():
+        columns, column_ids = part.columns[known], part.column_ids[known]
+        for taken, along in (inside, columns), (beyond, columns * 0):
+            if not len(row_ids := part.row_ids[taken]):
+                continue
+            numbers = torch.full(row_ids.shape, KEEP if part.part == "wpe" else ZERO)
+            if taken is inside:
+                numbers = rows[inside] * step + first + self.starts[name]
+                self.placed[name].view(-1, self.shapes[name][-1])[rows[inside][:, None], columns + first] = True
+            for some in self._apart(row_ids + column_ids[:1]):
                 for others in self._apart(column_ids + row_ids[:1]):
-                    grid = Grid(row_ids[some], column_ids[others], numbers[some], along[others], part)
-                    self._grids[self._storage(int(grid.row_ids[0] + grid.column_ids[0]))].append(grid)
-        if bool(inside.any()):
-            placed = self.placed[name].view(-1, self.shapes[name][-1])
-            placed[rows[inside][:, None], columns + first] = True
+                    begin = int(row_ids[some][0] + column_ids[others][0])
+                    grid = Grid(row_ids[some], column_ids[others], numbers[some], along[others], part, begin)
+                    self._grids[self._storage(begin)].append(grid)
 
     def _apart(self, ids: Tensor) -> list[Tensor] | list[slice]:
         """Return the indices of the ids in each storage, each id once; repeated ids in groups of their own."""
-        if len(ids) and self._storage(int(ids[0])) == self._storage(int(ids[-1])) and bool((ids.diff() > 0).all()):
+        rising = len(ids) == 1 or bool((ids.diff() > 0).all())
+        if rising and len(ids) and self._storage(int(ids[0])) == self._storage(int(ids[-1])):
             return [slice(None)]
         order = ids.argsort(stable=True)
         _, run, counts = ids[order].unique_consecutive(return_inverse=True, return_counts=True)

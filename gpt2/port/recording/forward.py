@@ -11,8 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2.errors import InputError
 
-INNER = ("_parameters", "_buffers", "_modules")  # torch's dictionaries, which change in place
-
 
 def device_of(module: nn.Module) -> torch.device:
     return next((tensor.device for tensor in [*module.parameters(), *module.buffers()]), torch.device("cpu"))
@@ -60,27 +58,26 @@ class Borrowed:
             self._inference.enter_context(torch.inference_mode())
         self._default, self._class = torch.get_default_dtype(), type(self.module)
         self._modes = [(part, part.training) for part in self.module.modules()]
-        plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._attributes = [(part, dict(vars(part)), {name: dict(getattr(part, name)) for name in INNER}) for part in plain]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         for part, _ in self._modes:  # some modules override eval()
             part.training = False
-        held = [value for _, attributes, _ in self._attributes for value in attributes.values() if isinstance(value, list | dict)]
+        plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+        self._attributes = [(part, dict(vars(part))) for part in plain]
+        held = [value for _, attributes in self._attributes for value in attributes.values() if isinstance(value, list | dict)]
         self._held: list[tuple[Any, Any]] = [(x, list(x) if isinstance(x, list) else dict(x)) for x in held]
         return self
 
     def rewind(self) -> None:
         """Restore what the module keeps beside its parameters as it was at first: a call may leave something for the next one."""
-        for part, attributes, inner in self._attributes:
+        for part, attributes in self._attributes:
             vars(part).clear()
             vars(part).update(attributes)
-            for name, content in inner.items():
-                getattr(part, name).clear()
-                getattr(part, name).update(content)
-            part.training = False
+            if part.training:  # to set it takes long
+                part.training = False
         for value, before in self._held:
-            value.clear()
-            value.extend(before) if isinstance(before, list) else value.update(before)
+            if value or before:
+                value.clear()
+                value.extend(before) if isinstance(before, list) else value.update(before)
         for buffer, old in self._buffers:
             if buffer.shape == old.shape and id(buffer) not in self._kept:
                 buffer.data.copy_(old)

@@ -6,7 +6,7 @@ float64 numbers do not agree to 1e-12 by chance.
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -59,6 +59,7 @@ class Pool:
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._moments: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}  # of the entries
         self._sorted: dict[int, Tensor] = {}
+        self._cuts: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         self._unit = 0.0  # the largest error of storing an entry
 
     def add(self, tensor: Tensor, name: str = "", dtype: torch.dtype = torch.float64, whole: bool = True) -> None:
@@ -72,6 +73,7 @@ class Pool:
         insort(self._by_size.setdefault(entry.numel(), []), (self._sums[-1][0], len(self.entries)))
         self.entries.append(entry)
         self._moments.clear()
+        self._cuts.clear()
 
     @property
     def allowance(self) -> Mapping[str, float]:
@@ -89,10 +91,14 @@ class Pool:
             return LOOSE if self.narrow else STRICT
         return self.tolerance.stages.get(place) or max(self.tolerance.stages.values())
 
-    @property
-    def sizes(self) -> Collection[int]:
-        """How many numbers an entry may have."""
-        return self._by_size.keys()
+    def cuts(self, shape: tuple[int, ...], axes: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Return the axes along which a value of this shape is cut where an entry has the size of a slice: none, one, or all."""
+        if (shape, axes) not in self._cuts:
+            every = [(), *((axis,) for axis in axes), *([axes] if len(axes) > 1 else [])]
+            size = math.prod(shape)
+            slices = [math.prod(shape[axis] for axis in cut) for cut in every]
+            self._cuts[shape, axes] = [cut for cut, n in zip(every, slices, strict=True) if size // max(n, 1) in self._by_size]
+        return self._cuts[shape, axes]
 
     def find(self, value: Tensor, *axes: int, bound: float | None = None) -> Match | None:
         """Return the best match of a value within ``bound``: whole, else slice by slice along one of ``axes``, else along all.
@@ -101,14 +107,9 @@ class Pool:
         """
         self.budget.check()
         bound = self.tolerance_at("") if bound is None else bound
-        whole = self._find(value, bound)
-        if whole is not None:
-            return Match(whole[0], (whole[1],), ())
-        for cut in [*((axis,) for axis in axes), *([tuple(axes)] if len(axes) > 1 else [])]:
+        for cut in self.cuts(value.shape, axes):
             matches = []
-            if value.numel() // max(math.prod(value.shape[axis] for axis in cut), 1) not in self._by_size:
-                continue
-            if self._find(value[tuple(0 if axis in cut else slice(None) for axis in range(value.ndim))], bound) is None:
+            if cut and self._find(value[tuple(0 if axis in cut else slice(None) for axis in range(value.ndim))], bound) is None:
                 continue
             for part in _slices(value, cut):
                 match = self._find(part, bound)
@@ -153,8 +154,10 @@ class Pool:
             close = abs(total - first) <= loose * size + 1e-290
             if close and abs(self._sums[number][1] - second) <= 2.2 * loose * second + 1e-290:
                 numbers.append(number)
-        self.budget.spend(2 * len(numbers), SORTED * n * (len(numbers) > 0))
-        mine = value.flatten().sort().values if numbers else value
+        if not numbers:
+            return None
+        self.budget.spend(2 * len(numbers), SORTED * n)
+        mine = value.flatten().sort().values
         compared = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
         return min((one for one in compared if one[0] <= bound), default=None)
 

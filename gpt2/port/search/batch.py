@@ -14,28 +14,14 @@ from torch import Tensor
 
 from gpt2.errors import misfit
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.graph import (
-    LAST,
-    NODES,
-    READS,
-    RIGHT,
-    Edits,
-    Entrance,
-    Formula,
-    Lazily,
-    Model,
-    Program,
-    Site,
-    State,
-    charge,
-    run_block,
-)
+from gpt2.port.graph import LAST, NODES, READS, RIGHT, Edits, Entrance, Formula, Lazily, Model, Program, Site, State, run_block
 from gpt2.port.search.part import MIN_ROWS, Part
 
 DISTANCE = 12  # operators of a comparison
 COLUMNS = 256  # vocabulary entries that are compared
 MAX_PROGRAMS = 128  # that are run together: those that begin in one block
 MAX_ELEMENTS = 1 << 20  # of the widest tensor of the rows that are run together: few enough to stay in a cache
+Moved = dict[str, set[int]]  # by node: the programs whose value is not that of GPT-2
 MAX_WORK = 1 << 34  # multiplications for these rows, after which a caller looks at the budget
 
 
@@ -56,37 +42,46 @@ def by_node(every: Sequence[Edits]) -> dict[str, dict[int, Formula]]:
     return own
 
 
-def _of_program(batch: State, n: int, node: str, x: Tensor) -> Tensor:
+def _of_program(batch: State, n: int, read: set[str], node: str, x: Tensor) -> Tensor:
+    read.add(node)
     return x[n] if node in batch else x
 
 
-def in_rows(c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int]) -> Tensor:
+def in_rows(
+    c: Site, node: str, shared: State, batch: State, own: Mapping[int, Formula], count: int, odd: set[int], moved: Moved
+) -> Tensor:
     """Return a node of the first ``count`` programs (N, B, ...): by GPT-2's formula, where they replace it by their ``own``.
 
     ``batch``: their nodes so far, in this layout; ``shared``: nodes (B, ...) that all of them have. Programs whose value has
-    another shape, or cannot be computed, are added to ``odd``.
+    another shape, or cannot be computed, are added to ``odd``, and those whose value is not GPT-2's to ``moved``, by node.
     """
+    reads = READS.get(node, ("x",))
+    moved[node] = set(own).union(*(moved.get(read, ()) for read in reads))
     if node == "embed":
         made = batch["x"]
     else:
-        reads = READS.get(node, ("x",))
         some = {n: batch[n][:count] if n in batch else shared[n].expand(count, *shared[n].shape) for n in reads}
         alike = not any(x.stride(0) for x in some.values())  # of all programs: computed once
         read = {name: x[0] if alike else x.flatten(0, 1) for name, x in some.items()}
         made = RIGHT[node](c, read)
         made = made.expand(count, *made.shape) if alike else made.unflatten(0, (count, -1))
-    charge(c, node, made)
+    c.charge(node, made)
     made = made.clone() if own else made
-    every = {**shared, **batch}
+    every, none, several = {**shared, **batch}, made.new_empty(0), len({*own.values()}) < len(own)
+    known: dict[Formula, tuple[set[str], Tensor]] = {}  # what a formula gives, and reads, where that is GPT-2's
     for n, formula in own.items():
         if n in odd:
             continue
-        value = made.new_empty(0)
-        with misfit():
-            value = formula(c, Lazily(every, partial(_of_program, batch, n)))
-        charge(c, node, value, is_own=True)
+        used, value = known.get(formula, (set[str](), none))
+        if value is none or not used.isdisjoint(each for each in moved if n in moved[each]):
+            used, value = set(), none
+            with misfit():
+                value = formula(c, Lazily(every, partial(_of_program, batch, n, used)))
+            if several and used.isdisjoint(each for each in moved if n in moved[each]):
+                known[formula] = used, value
+        c.charge(node, value, is_own=True)
         if value.ndim == made.ndim - 1 and value.shape[1:] == made.shape[2:]:
-            made[n] = value.to(made.dtype)
+            made[n].copy_(value)
         else:
             odd.add(n)
     return made
@@ -190,25 +185,26 @@ class Batch:
 
         And the numbers of those that must be run alone, because a value has another shape, or cannot be computed.
         """
-        part, model, odd, count = self.part, self.model, set[int](), len(programs)
+        part, model, odd, count, last = self.part, self.model, set[int](), len(programs), "embed"
         start = max(begin, self.entrance.layer)
         x = self._entering(start)
         x = x.expand(count, *x.shape)
-        outside, site = by_node([one.outside for one in programs]), model.site(0)
+        outside, site, moved = by_node([one.outside for one in programs]), model.site(0), Moved()
         if begin < 0:
-            x = in_rows(site, "embed", {}, {"x": x}, outside.get("embed", {}), count, odd)
+            x = in_rows(site, "embed", {}, {"x": x}, outside.get("embed", {}), count, odd, moved)
         for layer in range(start, part.blocks.stop):
             state, after = {"x": x}, -1
             if layer == self.entrance.layer and self.entrance.after >= 0:
                 after = self.entrance.after
                 state = {node: y.expand(count, *y.shape) for node, y in self.entrance.state.items()}
             until = part.until if layer == part.blocks[-1] else LAST
-            own = by_node([one.blocks.get(layer, {}) for one in programs])
+            own, moved = by_node([one.blocks.get(layer, {}) for one in programs]), {"x": moved.get(last, set())}
             for name in NODES[after + 1 : until + 1]:
-                state[name] = in_rows(model.site(layer), name, {}, state, own.get(name, {}), count, odd)
-            x = state[NODES[until]]
+                state[name] = in_rows(model.site(layer), name, {}, state, own.get(name, {}), count, odd, moved)
+            x, last = state[NODES[until]], NODES[until]
         if part.is_last:
-            x = in_rows(site, "ln_f", {}, {"x": x}, outside.get("ln_f", {}), count, odd)
+            moved = {"x": moved.get(last, set())}
+            x = in_rows(site, "ln_f", {}, {"x": x}, outside.get("ln_f", {}), count, odd, moved)
         x = x.flatten(0, 1)
         if part.end == "logits":
             x = x[:, -self.wanted.shape[1] :]

@@ -4,6 +4,7 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from gpt2.measure.tracing import point_at
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import HIDDEN, NODES, ORDER, READS, Edits, Entrance, Model, State, computed
-from gpt2.port.search.batch import by_node, in_rows, rows_together
+from gpt2.port.search.batch import Moved, by_node, in_rows, rows_together
 from gpt2.port.search.observe import Observation, Seen
 from gpt2.port.search.part import Part
 from gpt2.port.terms.causes import Cause
@@ -81,12 +82,10 @@ class Blocks:
     def _look(self, node: str, state: State, seen: dict[str, Seen], fault: bool = False) -> None:
         """Find a node's value, and take the program's numbers for it."""
         value = state[node]
-        if node in HIDDEN or any(
-            one is value or (one.shape == value.shape and torch.equal(one, value)) for name, one in state.items() if name != node
-        ):
+        if node in HIDDEN or any(one is value or torch.equal(one, value) for name, one in state.items() if name != node):
             return  # it is found in any case
         found = self.observation.find(node, value, fault)
-        if found is None or any(one.own.shape == found.own.shape and torch.equal(one.own, found.own) for one in seen.values()):
+        if found is None or any(torch.equal(one.own, found.own) for one in seen.values()):
             return  # another node's array shows nothing of this one
         seen[node] = found
         if node != WHOLE:
@@ -129,10 +128,10 @@ class Blocks:
                 return True
         return False
 
-    def screened(self, base: Trial, some: Iterable[Alternative], until: str = "") -> Iterator[Alternative]:
+    def screened(self, base: Trial, some: Iterable[Alternative], until: str = "", but: str = "") -> Iterator[Alternative]:
         """Yield those alternatives of a block, run up to a node as rows of a batch, for which :meth:`tried` may return something.
 
-        Their values are compared with the program's by sums alone.
+        Their values are compared with the program's by sums alone, those of the node ``but`` not at all.
         """
         is_last, nodes = base.layer + 1 == self.layers, NODES[: ORDER[until] + 1]
         if not (is_last and until == "") and not any(self.observation.has_size(node, base.state[node]) for node in nodes):
@@ -150,7 +149,7 @@ class Blocks:
         most = rows_together(self.model, 1, len(self.model.table) if is_last else 1)
         for few in (rows[n : n + most] for n in range(0, len(rows), most)):
             self.observation.check()
-            shown = self._shown(base, [begin for begin, *_ in few], [edits for *_, edits in few], until)
+            shown = self._shown(base, [begin for begin, *_ in few], [edits for *_, edits in few], until, but)
             yield from (one for (_, one, _), is_shown in zip(few, shown, strict=True) if is_shown)
 
     def _reshapes(self, base: Trial, one: Alternative) -> bool:
@@ -160,10 +159,10 @@ class Blocks:
             return any(own(site, base.state).shape != base.state[node].shape for node, own in one.at(base.layer).items())
         return True
 
-    def _shown(self, base: Trial, begins: Sequence[int], every: Sequence[Edits], until: str) -> list[bool]:
+    def _shown(self, base: Trial, begins: Sequence[int], every: Sequence[Edits], until: str, but: str) -> list[bool]:
         """Return whether what each of some edits changes may be found: in nodes from its number of ``begins`` to ``until``, or,
         behind a whole block, in what follows. They are sorted by their begin: the first ones have changed a node."""
-        count, odd, batch, moved, edited = len(every), set[int](), State(), dict[str, set[int]](), by_node(every)
+        count, odd, batch, moved, edited = len(every), set[int](), State(), Moved(), by_node(every)
         shown, site = torch.zeros(count, dtype=torch.bool), self.model.site(base.layer, base.state)
         for node in NODES[begins[0] : ORDER[until] + 1]:
             begun, right = bisect_right(begins, ORDER[node]), base.state[node]
@@ -171,21 +170,21 @@ class Blocks:
             moved[node] = set(own).union(*(moved.get(read, ()) for read in READS[node]))
             still = [n for n in range(begun) if n not in moved[node]]
             if len(still) < begun:
-                made = in_rows(site, node, base.state, batch, own, begun, odd)
+                made = in_rows(site, node, base.state, batch, own, begun, odd, moved)
                 made[still] = right
                 batch[node] = torch.cat([made, right.expand(count - begun, *right.shape)]) if begun < count else made
-                if node not in HIDDEN:
+                if node not in HIDDEN and node != (but or None):
                     found = self.observation.may_find(node, made)
                     found[still] = False
                     shown[:begun] |= found
         layer = base.layer + 1 if base.layer + 1 < self.layers else None
         for some in ((), *self.known) if until == "" else ():
             edits = {node: formula for one in some for node, formula in one.at(layer).items()}
-            after = {"x": batch[""]}
+            after, later = {"x": batch[""]}, {"x": moved[""]}
             following = self.model.site(layer or 0, {"x": batch[""][0]})
             for node in (FIRST if layer else ("ln_f",)) if edits or not some else ():
                 own = {n: edits[node] for n in range(count) if node in edits}
-                after[node] = in_rows(following, node, {}, after, own, count, odd)
+                after[node] = in_rows(following, node, {}, after, own, count, odd, later)
                 shown |= self.observation.may_find(node, after[node])
             if "ln_f" in after:
                 shown |= self.observation.may_be_logits(after["ln_f"], self.model.table)
@@ -214,16 +213,16 @@ class Blocks:
                     value, fits = computed(site, state, node, both), True
                 if not fits:
                     return None
-            if value.shape == old.shape and torch.equal(value, old):
+            if value is old or torch.equal(value, old):
                 state[node] = old
                 if node in base.seen:
                     seen[node] = base.seen[node]
                 continue
-            if not bool(value.isfinite().any()) or (node == "" and value.shape != old.shape):
+            if (node == "" and value.shape != old.shape) or not (isfinite(value[..., 0].min()) or bool(value.isfinite().any())):
                 return None
             state[node] = value
             changed.add(node)
-            same = next((one for one in known if one.own.shape == value.shape and torch.equal(value, one.own)), None)
+            same = next((one for one in known if torch.equal(value, one.own)), None)
             if same is not None:  # it is found in any case, and shows nothing of what follows
                 if node == "":
                     again = 1

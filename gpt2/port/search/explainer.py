@@ -24,6 +24,7 @@ from gpt2.port.terms.causes import Cause
 MOST_FAULTS = 6  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
 RESULTS = ("attn.mixed", "attn.heads", "attn.c_proj")  # of attention
+PROBED = 8  # numbers of a value that are compared first
 TARGETS = 3  # nodes that are not found, the first ones
 
 
@@ -103,8 +104,10 @@ class Explainer:
             bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
             for few, values in Batch(part, 1).values(some):
                 self.observation.check()
-                near = [(values - row).abs().flatten(1).amax(1) <= bound for row, bound in zip(rows, bounds, strict=True)]
-                for (one, _), (two, _) in (few[n].sites for n in torch.stack(near).any(0).nonzero()[:, 0].tolist()):
+                ends = (values.flatten(1)[:, None, -PROBED:] - rows.flatten(1)[:, -PROBED:]).abs().amax(-1) <= bounds  # (N, R)
+                both = ends.nonzero().tolist()
+                near = dict.fromkeys(n for n, row in both if bool((values[n] - rows[row]).abs().amax() <= bounds[row]))
+                for (one, _), (two, _) in (few[n].sites for n in near):
                     trial = self.blocks.tried(base, one, shown=False)
                     whole = None if trial is None else self.blocks.tried(trial, two)
                     if whole is not None and not whole.seen.keys().isdisjoint(RESULTS):  # the feed-forward may be wrong as well
@@ -220,7 +223,9 @@ class Explainer:
         first = None
         for _, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
             every = list(some)
-            sure = [self._confirmed(base, *target) for target in every]
+            given = [Alternative("", "", {node: partial(_given, seen.value)}, key=str(n)) for n, (node, seen) in enumerate(every)]
+            shown = {*self.blocks.screened(base, given, but=every[0][0])}
+            sure = [self._confirmed(base, one) if one in shown else 0 for one in given]
             surest = [target for target, much in zip(every, sure, strict=True) if 0 < much == max(sure)]
             for node, seen in surest or every[: 0 if self.resumed else MOST_ARRAYS]:
                 if (trial := self._with_fit(base, node, seen)) is not None:
@@ -241,13 +246,13 @@ class Explainer:
         faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
         return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
 
-    def _confirmed(self, base: Trial, node: str, seen: Observed) -> int:
-        """Return 2 if an array explains the block as the value of a node, 1 if something that follows is found, else 0."""
+    def _confirmed(self, base: Trial, one: Alternative) -> int:
+        """Return 2 if an array that is given as the value of a node explains the block, 1 if what follows is found, else 0."""
         self.observation.check()
-        trial = self.blocks.tried(base, Alternative("", "", {node: partial(_given, seen.value)}))
+        trial = self.blocks.tried(base, one)
         if trial is None:
             return 0
-        whole = self.blocks.goes_on(replace(trial, alternatives=base.alternatives))
+        whole, (node,) = self.blocks.goes_on(replace(trial, alternatives=base.alternatives)), one.edits
         return 2 if whole else int(not BEHIND[node].isdisjoint(trial.seen.keys() - base.seen.keys()))
 
     def _as_before(self, fault: Cause) -> Cause:

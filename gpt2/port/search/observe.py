@@ -4,6 +4,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -49,13 +50,6 @@ class Observation:
         own = self.pool.adopt(given, match)
         return Seen(merge(own) if given.ndim == 4 and value.ndim == 3 else own, match.error, match.entries)
 
-    def _cuts(self, node: str, shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
-        """Yield the axes along which a node's value of this shape is cut where an array may hold it, or a slice of it."""
-        axes = AXES.get(node, PIECES)
-        for cut in ((), *((axis,) for axis in axes), axes):
-            if math.prod(size for axis, size in enumerate(shape) if axis not in cut) in self.pool.sizes:
-                yield cut
-
     def _laid(self, node: str, value: Tensor) -> Tensor:
         """Return a node's value (..., B, T, D) as it is looked for: by heads, and scores without later tokens."""
         if node in HEADED and value.shape[-1] % self.heads == 0:
@@ -64,12 +58,12 @@ class Observation:
 
     def has_size(self, node: str, value: Tensor) -> bool:
         """Return whether an array has as many numbers as a node's value, or a slice of it."""
-        return any(True for _ in self._cuts(node, self._laid(node, value).shape))
+        return bool(self.pool.cuts(self._laid(node, value).shape, AXES.get(node, PIECES)))
 
     def may_find(self, node: str, values: Tensor) -> Tensor:
         """Return for which of a node's values (N, B, T, ...) :meth:`find` may find something; it finds nothing for the others."""
         values, found = self._laid(node, values), torch.zeros(len(values), dtype=torch.bool)
-        for cut in self._cuts(node, values.shape[1:]):
+        for cut in self.pool.cuts(values.shape[1:], AXES.get(node, PIECES)):
             part = values[tuple(0 if axis - 1 in cut else slice(None) for axis in range(values.ndim))] if cut else values
             self.pool.budget.spend(LOOKED, 2 * part.numel())
             found |= self.pool.holds_like(part.flatten(1), self.pool.tolerance_at(node))
@@ -96,25 +90,22 @@ class Observation:
         shape = (*self.model.ids.shape, self.heads, config.head_dim) if by_heads else like.shape
         found: list[tuple[float, int, Observed]] = []
         for number, entry in enumerate(self.pool.entries):
-            if entry.numel() != like.numel() or number in known or not bool(entry.isfinite().all()):
+            if entry.numel() != like.numel() or number in known:
                 continue
-            if entry.numel() > 1 and float(entry.min()) == float(entry.max()):  # nothing was computed
+            low, high = map(float, entry.aminmax())
+            if not -math.inf < low <= high < math.inf or (low == high and entry.numel() > 1):  # nothing was computed
                 continue
             self.pool.budget.spend(LIKENESS, LIKENESS * entry.numel())
             unit, smallest = UNITS[self.pool.dtypes[number]]
-            for value in laid(entry, shape):
-                value = value.reshape(like.shape)
-                slack = unit * value.abs() + smallest
-                seen = Observed(value, slack, self.pool.tolerance_at(node), like, number)
+            for value in (one.reshape(like.shape) for one in laid(entry, shape)):
+                seen = Observed(value, unit * value.abs() + smallest, self.pool.tolerance_at(node), like, number)
                 found.append((-abs(seen.likeness), number, seen))
         found.sort(key=lambda one: one[:2])
         yield from (one for _, _, one in found)
 
     def are_logits(self, normed: Tensor, head: Tensor) -> bool:
         """Return whether the head (V, D) gives the logits from a normed stream; those of the last token are compared first."""
-        pool = self.pool
-        given = pool.logits[..., : len(head)]
-        bound = pool.tolerance_at("logits")
+        pool, given, bound = self.pool, self.pool.logits[..., : len(head)], self.pool.tolerance_at("logits")
         pool.budget.spend(6, len(head), normed.shape[0] * head.numel())
         if excess(given[:, -1:], normed[:, -1:] @ head.T, pool.logits_dtype) > FAR * bound:
             return False
@@ -125,12 +116,18 @@ class Observation:
 
 def laid(entry: Tensor, shape: Sequence[int]) -> Iterator[Tensor]:
     """Yield ``entry`` in a ``shape``, from every order of these axes that its own shape allows, the natural one first."""
-    own = [size for size in entry.shape if size != 1]
-    if entry.numel() != math.prod(shape):
-        return
+    for sizes, order in _orders(tuple(entry.shape), tuple(shape)) if entry.numel() == math.prod(shape) else ():
+        yield entry.reshape(sizes).permute(order).reshape(*shape)
+
+
+@lru_cache(maxsize=256)
+def _orders(given: tuple[int, ...], shape: tuple[int, ...]) -> list[tuple[list[int], list[int]]]:
+    """Return how an array may be laid out: the sizes of some axes, and their order in ``shape``."""
+    own, orders = [size for size in given if size != 1], []
     axes, ends = [axis for axis, size in enumerate(shape) if size != 1], set(itertools.accumulate(own, operator.mul))
     for order in itertools.permutations(axes):
         sizes = [shape[axis] for axis in order]
         natural = len(own) > 1 or order[-1:] == tuple(axes[-1:])
         if natural and ends <= set(itertools.accumulate(sizes, operator.mul)):  # neighbouring axes make one of its own
-            yield entry.reshape(sizes).permute([order.index(axis) for axis in axes]).reshape(*shape)
+            orders.append((sizes, [order.index(axis) for axis in axes]))
+    return orders

@@ -93,26 +93,27 @@ class Track(NamedTuple):
 
 def directions(rule: Rule, track: Track) -> Array:
     """Return the directions (K, n) in which a rule moves a parameter, from its own values and gradients."""
-    m, v, most = np.zeros((3, track.before.shape[1]))
-    b1, b2, step, out = rule.beta1, rule.beta2, 0, np.zeros(track.before.shape)
-    for t in np.flatnonzero(track.seen):
-        g = track.gradient[t] + rule.coupled * track.before[t]
-        if rule.lost:
-            m, v, most = np.zeros((3, len(g)))
-            step *= rule.counted
-        step += 1
-        if rule.kind == "sgd":
-            out[t] = m = b1 * m + g
-        else:
-            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
-            most = np.maximum(most, v) if rule.amsgrad else v
-            at = step + (rule.correction == "late")
-            c1 = 1.0 if rule.correction in ("none", "second") else 1 - b1**at
-            c2 = 1.0 if rule.correction in ("none", "first") else 1 - b2**at
-            inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
-            root = np.sqrt(most / c2 + inside) + before / math.sqrt(c2) + outside
-            out[t] = m / (c1 * np.where(root == 0, 1.0, root))
+    out, sgd, late = np.zeros(track.before.shape), rule.kind == "sgd", rule.correction == "late"
+    g = track.gradient[track.seen] + rule.coupled * track.before[track.seen]
+    m = _averaged(g if sgd else (1 - rule.beta1) * g, rule.beta1, rule.lost)
+    if not sgd:
+        v = _averaged((1 - rule.beta2) * g * g, rule.beta2, rule.lost)
+        most = np.maximum.accumulate(v) if rule.amsgrad and not rule.lost else v
+        steps = [1 + late + number * (rule.counted or not rule.lost) for number in range(len(g))]
+        betas = rule.beta1 * (rule.correction not in ("none", "second")), rule.beta2 * (rule.correction not in ("none", "first"))
+        c1, c2 = (np.array([1 - beta**step for step in steps])[:, None] for beta in betas)
+        inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
+        root = np.sqrt(most / c2 + inside) + before / np.sqrt(c2) + outside
+        m = m / (c1 * np.where(root == 0, 1.0, root))
+    out[track.seen] = m
     return out
+
+
+def _averaged(moments: Array, beta: float, lost: bool) -> Array:
+    """Add to new moments (K, n), in place, those of the step before times beta, if they are not ``lost``."""
+    for t in range(1, 1 if lost else len(moments)):
+        moments[t] += beta * moments[t - 1]
+    return moments
 
 
 @dataclass(frozen=True)

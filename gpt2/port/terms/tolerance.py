@@ -72,16 +72,15 @@ def excess(stored: Tensor, value: Tensor, dtype: torch.dtype) -> float:
     Both float64 and of one shape, perhaps sorted: rounding keeps the order. NaN and infinity match themselves.
     """
     unit, smallest = UNITS[dtype]
-    kept = value.isfinite() & stored.isfinite()
-    if not bool(kept.all()):
-        same = (value == stored) | (value.isnan() & stored.isnan())
-        if not bool((kept | same).all()) or not bool(kept.any()):
-            return float("inf")
-        stored, value = stored[kept], value[kept]
     if not value.numel():
         return 0.0
-    over = ((stored - value).abs() - unit * value.abs() - smallest).max().clamp(min=0.0)
-    return float(over / value.square().mean().sqrt().clamp(min=1e-300))
+    over = ((stored - value).abs() - unit * value.abs() - smallest).max()
+    if not over.isfinite():  # some number is not
+        kept = value.isfinite() & stored.isfinite()
+        same = (value == stored) | (value.isnan() & stored.isnan())
+        alike = bool((kept | same).all() & kept.any()) and not bool(kept.all())
+        return excess(stored[kept], value[kept], dtype) if alike else float("inf")
+    return float(over.clamp(min=0.0) / value.square().mean().sqrt().clamp(min=1e-300))
 
 
 def stored(value: Tensor, dtype: torch.dtype) -> float:
