@@ -93,15 +93,14 @@ class Track(NamedTuple):
 
 def directions(rule: Rule, track: Track) -> Array:
     """Return the directions (K, n) in which a rule moves a parameter, from its own values and gradients."""
-    out, sgd, late = np.zeros(track.before.shape), rule.kind == "sgd", rule.correction == "late"
+    out, late, kept = np.zeros(track.before.shape), rule.correction == "late", rule.counted or not rule.lost
     g = track.gradient[track.seen] + rule.coupled * track.before[track.seen]
-    m = _averaged(g if sgd else (1 - rule.beta1) * g, rule.beta1, rule.lost)
-    if not sgd:
+    m = _averaged(g if rule.kind == "sgd" else (1 - rule.beta1) * g, rule.beta1, rule.lost)
+    if rule.kind != "sgd":
         v = _averaged((1 - rule.beta2) * g * g, rule.beta2, rule.lost)
         most = np.maximum.accumulate(v) if rule.amsgrad and not rule.lost else v
-        steps = [1 + late + number * (rule.counted or not rule.lost) for number in range(len(g))]
         betas = rule.beta1 * (rule.correction not in ("none", "second")), rule.beta2 * (rule.correction not in ("none", "first"))
-        c1, c2 = (np.array([1 - beta**step for step in steps])[:, None] for beta in betas)
+        c1, c2 = (np.array([1 - beta ** (1 + late + n * kept) for n in range(len(g))])[:, None] for beta in betas)
         inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
         root = np.sqrt(most / c2 + inside) + before / np.sqrt(c2) + outside
         m = m / (c1 * np.where(root == 0, 1.0, root))
