@@ -317,7 +317,7 @@ def test_a_module_with_an_alternative_has_this_cause_at_this_place_and_no_other(
     assert result.first.point == (wanted.places[0].name if shown == "embed" else shown)
 
 
-@pytest.mark.parametrize(("label", "block", "level"), mostly_slow(IN_DUMPS, 3))
+@pytest.mark.parametrize(("label", "block", "level"), mostly_slow(IN_DUMPS, 4))
 def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_and_no_other(
     label: str, block: int | None, level: str
 ) -> None:

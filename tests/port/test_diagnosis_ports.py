@@ -20,9 +20,8 @@ from gpt2.port.search.walk import search
 from gpt2.port.terms.causes import CAUSES
 
 DEFAULT = (
-    *("fused: gelu-erf", "heads: unbiased@f", "heads: bf16-fc@1", "einsum3d: head-interleaved"),
+    *("fused: gelu-erf", "heads: bf16-fc@1", "einsum3d: head-interleaved"),
     *("italiano: scale-by-width@1 gelu-erf@2", "conv1d: transposed-proj@1"),
-    "fused: heads-split-wrongly scale-by-width no-out-bias",  # the first two hide each other
 )
 DTYPES = {"float32": torch.float32, "bf16": torch.bfloat16}
 

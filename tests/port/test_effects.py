@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from port.test_diagnosis import port as right
 from port.test_examination import attend, port as replaced
+from support.checks import mostly_slow
 from support.faulty import ONE as CONFIG
 from torch import Tensor, nn
 
@@ -53,7 +54,7 @@ ROUNDED: dict[str, Callable[[Tensor], Tensor] | Tensor] = {
 }
 
 
-@pytest.mark.parametrize("part", ROUNDED)
+@pytest.mark.parametrize("part", mostly_slow(ROUNDED))
 def test_what_float32_rounds_in_a_module_is_a_note(part: str, model: gpt2.GPT2) -> None:
     """A right GELU whose sqrt(2/pi) is a float32 tensor was called wrong by 1e-8, and named before a missing last norm."""
     found = diagnose(port(model, **{part: ROUNDED[part]}), model)

@@ -448,7 +448,7 @@ def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.G
         gpt2.load_into(module, model)
 
 
-@pytest.mark.parametrize("axes", [None, 0, 1, 2])
+@pytest.mark.parametrize("axes", [None, 0, *(pytest.param(axes, marks=pytest.mark.slow) for axes in (1, 2))])
 def test_a_cache_that_the_caller_appends_to_may_be_right(axes: int | None, model: gpt2.GPT2) -> None:
     """OpenAI's own code returns the keys of the new tokens, to be appended: such a module had an inconsistent cache."""
     for times, ids in ((1, []), (0, ["cache-inconsistent"])):
