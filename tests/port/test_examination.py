@@ -208,6 +208,31 @@ def test_a_block_in_another_order_has_one_cause_however_its_sum_is_written(name:
     assert {cause.id for cause in found.causes} == causes, found.table()
 
 
+class OneGain(nn.Module):
+    """ScaleNorm: one number for all units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.g = nn.Parameter(torch.tensor(CONFIG.n_embd**0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.g * x / x.norm(dim=-1, keepdim=True).clamp(min=1e-5)
+
+
+def test_one_gain_of_a_norm_and_a_factor_behind_the_activation(model: gpt2.GPT2) -> None:
+    """One gain was called a weight not loaded. A branch with a parameter behind its activation, as in PEFT's IA3, was not there:
+    its biases were missing."""
+    module, factor = nano(model), nn.Parameter(torch.ones(CONFIG.inner))
+    for block in module.transformer["h"]:
+        block.ln_1, block.ln_2 = OneGain(), OneGain()
+    assert {cause.id for cause in diagnose(module.eval(), model).causes} == {"rmsnorm"}
+    module = nano(model)
+    module.register_parameter("ia3", factor)
+    for block in module.transformer["h"]:
+        block.mlp.c_proj.register_forward_pre_hook(lambda _, args: (args[0] * factor,))
+    assert gpt2.load_into(module.eval(), model).ok
+
+
 def test_cosines_of_rounded_frequencies_are_found(model: gpt2.GPT2) -> None:
     """The steps of a norm by hand are more like GPT-2's embeddings, and no positions were said to be there."""
 

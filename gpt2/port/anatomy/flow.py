@@ -244,7 +244,8 @@ class Flow:
         if touches:
             self.touches[number] = touches
         statistic = any(self.nodes[owner].live for side in sides if (owner := self.owner(side)) >= 0)
-        if statistic or any(touch.effect is Effect.MUL for touch in touches):
+        scaled = before is not StreamState.NONLINEAR and any(touch.effect is Effect.MUL for touch in touches)
+        if statistic or scaled:
             self.state[number] = StreamState.NORMED
         else:
             self.state[number] = before if node.op in LINEAR else StreamState.NONLINEAR

@@ -44,7 +44,8 @@ class Fits:
     def _numbers(self, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:
         """Yield the free numbers of the node's own formula."""
         if node in MODULES:
-            yield from self.linear(layer, node).fits(seen, state[READS[node][0]], rows)
+            name, held = f"h.{layer}.{MODULES[node]}.weight", self.model.site(layer).linear(node)
+            yield from Linear(self.library, name, node, *held, self.config).fits(seen, state[READS[node][0]], rows)
         elif node in ("ln_1", "ln_2"):
             numbers = self.model.site(layer).numbers(node)
             norm = Norm(node, *numbers, self.config.layer_norm_epsilon, self.library.vectors)
@@ -57,11 +58,6 @@ class Fits:
             yield activation_fit(seen, state["mlp.c_fc"], rows)
         elif node in SUMS:
             yield sum_fit(seen, self._terms(node, state), rows, node)
-
-    def linear(self, layer: int, node: str) -> Linear:
-        """Return the linear layer of a node."""
-        held = self.model.site(layer).linear(node)
-        return Linear(self.library, f"h.{layer}.{MODULES[node]}.weight", node, *held, self.config)
 
     def _terms(self, node: str, state: State) -> dict[str, Tensor]:
         """Return what a sum may hold, GPT-2's two terms first."""

@@ -69,7 +69,7 @@ def load_into(
         remarks = Remarks(mapping, state)
         check = LogitsCheck(mapping, state, remarks.neutral)
         borrowed.to_float64()
-        remarks.notes += overwritten(borrowed, mapping)
+        remarks.notes += [*borrowed.by_rows, *overwritten(borrowed, mapping)]
         filled = fill(borrowed, mapping, state)
         rows = tuple(row for _, row, _ in filled if row is not None)
         remarks.left_over(filled)

@@ -232,6 +232,7 @@ class _Reading:
         return float(f"{epsilon:.6g}") if 1e-16 < epsilon < math.inf else 0.0
 
     def _notes(self, stored: dict[str, Tensor], error: float) -> Iterator[str]:
+        yield from self.borrowed.by_rows
         unused = [source.name for source in self.mapping.sources if source.is_parameter and source not in self.sources]
         lacks = [re.sub(r"^h\.\d+", "h.*", key) for key, placed in self.own.placed.items() if not bool(placed.all())]
         rounded = [key for key, tensor in stored.items() if not torch.equal(tensor.double(), self.own.weights[key])]

@@ -88,6 +88,7 @@ class Own:
     first parameter for each tensor. ``head`` (V, D): a head that is not the token embedding; ``head_name``: its name. ``extra``:
     norms of parameters that are added where GPT-2 adds nothing. ``shared``: for (tensor, share) without a parameter of its own:
     the parameter used, and its main role. ``parallel``: the blocks whose branches read the same stream.
+    ``scalars``: the tensors in place of which the port has one number.
     """
 
     weights: dict[str, Tensor]
@@ -98,6 +99,7 @@ class Own:
     extra: dict[str, float] = field(default_factory=dict)
     shared: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     parallel: Collection[int] = ()
+    scalars: set[str] = field(default_factory=set)
 
 
 @torch.no_grad()
@@ -129,7 +131,8 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
                 continue
             if (norm := float(value[entries == ZERO].norm())) > 0:
                 own.extra[source.name] = norm
-        take(entries, value, source.name)
+        names = take(entries, value, source.name)
+        own.scalars |= set(names if value.numel() == 1 else ())
     for conflict in mapping.conflicts:  # one parameter is used as two parts
         for name in take(conflict.refused, mapping.values(conflict.taken, weights), conflict.source):
             if ".c_attn." in name:

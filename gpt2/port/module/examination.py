@@ -95,6 +95,7 @@ class Examination:
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
         self.progress("recording one forward pass of your module")
         anatomy = self._anatomy()
+        self.notes += borrowed.by_rows
         self.progress("comparing your weights with the checkpoint's")
         self._read_checkpoint(borrowed)
         borrowed.to_float64()
@@ -203,8 +204,6 @@ class Examination:
     def _anatomy(self) -> Anatomy | None:
         """Return None if the parts are not recognised; the module is then assumed to hold the checkpoint's weights."""
         recording = record_probe(self.module, self.config, self.who)
-        if why := getattr(type(self.module), "row_by_row", ""):
-            self.notes.append(f"your forward fails on two rows of ids ({why}): the rows of a text were run one after the other")
         try:
             return Anatomy(recording)
         except Exception as error:

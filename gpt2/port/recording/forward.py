@@ -67,6 +67,12 @@ class Borrowed:
         self._held: list[tuple[Any, Any]] = [(x, list(x) if isinstance(x, list) else dict(x)) for x in held]
         return self
 
+    @property
+    def by_rows(self) -> list[str]:
+        """A note, if the module takes one row of ids alone."""
+        why = getattr(type(self.module), "row_by_row", "")
+        return [f"your forward fails on two rows of ids ({why}): the rows of a text were run one after the other"] * bool(why)
+
     def rewind(self) -> None:
         """Restore what the module keeps beside its parameters as it was at first: a call may leave something for the next one."""
         for part, attributes in self._attributes:

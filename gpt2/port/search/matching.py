@@ -32,13 +32,6 @@ def known(model: Model) -> list[Alternative]:
     return model.always("alternatives", lambda: table(model))
 
 
-def scopes(layers: int) -> list[tuple[int, ...]]:
-    """Return the groups of blocks that a mistake may be in: every other block, all but the first, all but the last."""
-    every = tuple(range(layers))
-    parts = dict.fromkeys((every[1::2], every[::2], every[1:], every[:-1])) if layers > 1 else {}
-    return [part for part in parts if len(part) < layers]
-
-
 class Faults:
     """What may be wrong in a part. ``plain``: formulas; ``steps``: what shows only in several calls; ``mixing``: what differs in
     a text that is read in calls."""
@@ -74,9 +67,10 @@ class Faults:
             around = ((one, None),) if one.outside and (self.is_first or not begins) and (part.is_last or begins) else ()
             if around and not (one.edits and begins):
                 yield Candidate(around)
-            groups = [tuple(part.blocks)] * several
+            groups = [every := tuple(part.blocks)] * several
             if part.is_last and self.is_first and self.small:
-                groups += [group for group in scopes(layers) if one.shared or (len(group) > 1 and not one.rare)]
+                some_of = dict.fromkeys((every[1::2], every[::2], every[1:], every[:-1])) if several else ()
+                groups += [some for some in some_of if len(some) < layers and (one.shared or (len(some) > 1 and not one.rare))]
             if not several or ((self.small or not one.rare) and not one.shared):
                 groups += [(n,) for n in part.blocks]
             inside = [tuple((one, n) for n in group) for group in groups if one.edits]
