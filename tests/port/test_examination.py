@@ -464,8 +464,10 @@ def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.G
     found = diagnose(module, model)
     assert (found.ok, type(module)) == (True, Odd)
     assert any("test_examination.py, line " in note and "rows of a text were run" in note for note in found.notes)
-    assert gpt2.load_into(module, model).ok
-    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in gpt2.checkpoint_of(module).weights.items())
+    read, filled = gpt2.checkpoint_of(module), gpt2.load_into(module, model)
+    assert filled.ok
+    assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in read.weights.items())
+    assert all("rows of a text were run" in one.notes[0] for one in (read, filled))
     for wrong, id in ((Odd(nano(model), flat, 0), "cache-inconsistent"), (Masked(nano(model), flat), "padding-wrong")):
         assert [cause.id for cause in diagnose(wrong, model).causes] == [id]
     module.inner.transformer["wte"].register_forward_pre_hook(lambda _, given: given[0] ^ 1)

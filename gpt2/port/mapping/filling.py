@@ -131,8 +131,7 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
                 continue
             if (norm := float(value[entries == ZERO].norm())) > 0:
                 own.extra[source.name] = norm
-        names = take(entries, value, source.name)
-        own.scalars |= set(names if value.numel() == 1 else ())
+        own.scalars |= {name for name in take(entries, value, source.name) if value.numel() == 1}
     for conflict in mapping.conflicts:  # one parameter is used as two parts
         for name in take(conflict.refused, mapping.values(conflict.taken, weights), conflict.source):
             if ".c_attn." in name:

@@ -244,8 +244,8 @@ class WeightComparison:
         close = float((held - ours).norm() / ours.norm().clamp(min=1e-300))
         id, confidence = "not-loaded", 0.9
         if piece.place.name in self.own.scalars:
-            id, kind, words = "layernorm-without-affine", "one number", "is one number for all; the checkpoint has one for each"
-            evidence = "in the forward pass it is multiplied into all units"
+            id, kind, words = "layernorm-without-affine", "one", "is one number; the checkpoint has one for each unit"
+            evidence = "it is multiplied into all units"
         elif same > 0.2:
             kind, words = "in part", f"holds the checkpoint's values in part ({same:.0%}) only"
             evidence = f"{1 - same:.0%} of its entries differ"
