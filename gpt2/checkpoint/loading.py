@@ -110,12 +110,13 @@ def require_device(asked: str | torch.device, dtype: torch.dtype | None = None) 
         asked = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(asked)
-        if device.type == "mps" and dtype == torch.float64:
-            raise InputError("mps has no float64; give the model another dtype, as in gpt2:float32")
-        torch.zeros(1, device=device).item()  # meta holds nothing
+        if not (unfit := device.type == "mps" and dtype == torch.float64):
+            torch.zeros(1, device=device).item()  # meta holds nothing
     except (RuntimeError, AssertionError, NotImplementedError, TypeError, OverflowError, ValueError):
         here = "this machine has no accelerator, use cpu"
         if torch.accelerator.is_available():
             here = f"this machine has cpu and {torch.accelerator.device_count()} x {torch.accelerator.current_accelerator()}"
         raise InputError(f"no device {quoted(str(asked))} here; {here}") from None
+    if unfit:
+        raise InputError("mps has no float64; give the model another dtype, as in gpt2:float32")
     return device
