@@ -60,7 +60,7 @@ def named(explanation: Explanation) -> list[list[tuple[str, str]]]:
 @pytest.mark.parametrize(
     ("words", "fix"),
     [
-        ("a token sees the last 2 tokens", "no window"),
+        ("a token sees the last 3 tokens", "no window"),
         ("attention's result goes through an activation", "no activation but behind c_fc"),
         ("positions begin anew in each call", "torch.arange(past, past + T)"),
         ("keys and values are rounded to float16", "keep the cache in float32"),
