@@ -1,7 +1,4 @@
-"""Shared fixtures and settings: tests run in one process per core, so each process uses one thread.
-
-What a test leaves behind, another one finds: these fixtures fail the test that left it.
-"""
+"""Shared fixtures: each process uses one thread; what a test leaves behind, another one finds, so the test that left it fails."""
 
 import gc
 import logging
@@ -48,10 +45,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give each worker of `-n 2` a half of the tests, in order, and an idle one a part of the other's rest.
-
-    By default, xdist deals them out in turn: each worker then makes every module's fixtures and imports.
-    """
+    """Give each worker a half of the tests, in order: dealt out in turn, each would make every module's fixtures and imports."""
     if config.getoption("dist") != "load":
         return None
     from xdist.scheduler import WorkStealingScheduling

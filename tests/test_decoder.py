@@ -65,10 +65,7 @@ def both(model: GPT2, rows: int, padded: bool, steps: int = 4) -> list[tuple[Ten
 @pytest.mark.parametrize(("rows", "padded"), [(3, False), (3, True), (21, False)])
 @pytest.mark.parametrize("change", VARIANTS, ids=str)
 def test_equals_the_model_in_float64(change: dict, rows: int, padded: bool) -> None:
-    """An activation, scale, epsilon or position that is fixed in the decoder would be right for gpt2 only.
-
-    Many rows share a buffer, which may be overwritten before it is read, or have another model's width.
-    """
+    """An activation, scale, epsilon or position that is fixed in the decoder is right for gpt2 only; many rows share a buffer."""
     for expected, found in both(drawn(replace(CONFIG, **change)), rows, padded):
         assert_same(found, expected)
 

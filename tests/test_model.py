@@ -105,10 +105,7 @@ def test_gradients_agree_between_attention_paths(padded: bool) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_upcast_attention_keeps_float32_inside(dtype: torch.dtype) -> None:
-    """Scores may overflow float16 or lose their last digits, also under autocast, which lowers every matmul.
-
-    Negative control: plain attention in the same dtype exceeds the same bound.
-    """
+    """Scores may overflow float16, also under autocast. Control: plain attention in the same dtype exceeds the same bound."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 2, 64, 8, generator=generator).to(dtype) for _ in range(3))
     for magnify, scale in ((1.0, 1.0), (200.0, 2.5e-5)):  # the larger scores exceed 65504, float16's maximum
@@ -226,10 +223,7 @@ print(len(set(sys.modules) - modules))
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_building_without_weights_costs_nothing() -> None:
-    """Building must not draw 6.2 GB of normals to be replaced, nor spend seconds on imports for the meta device.
-
-    Two negative controls: a tensor that is written, and a layer on the meta device.
-    """
+    """6.2 GB of normals were drawn to be replaced. Controls: a tensor that is written, and a layer on the meta device."""
     run = forks.run("-c", BUILD_XL, strict=True, modules=forks.TORCH)
     growth, parameters, untouched, imported, touched, by_meta = run.stdout.splitlines()
     assert int(parameters) == 1_557_611_200
@@ -244,10 +238,7 @@ DROPPING = replace(TINY, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
 
 
 def test_dropout_stands_where_the_paper_puts_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Possible bugs: one dropout too many (inside the feed-forward) or too few, a wrong rate, or dropout after `eval()`.
-
-    The fused kernel applies the given rate in eval mode too: the caller must pass 0.
-    """
+    """Possible bugs: one dropout too many or too few, a wrong rate, or dropout after `eval()`, which the kernel applies."""
     calls, dropout, fused = [], F.dropout, F.scaled_dot_product_attention
 
     def watch(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:

@@ -1,8 +1,6 @@
-"""Every common layout of GPT-2 checkpoints, written as its authors write it, loaded into our model.
+"""Every common layout of GPT-2 checkpoints, loaded into our model; each row of gpt2/checkpoint/README.md's table needs a test.
 
-Files are written by the real library where it is installed (transformers, torch.save, the gguf package), and by our own code
-elsewhere. The reference is transformers where it opens the file correctly, and the slow oracle elsewhere. The table of
-gpt2/checkpoint/README.md lists the same dialects: each row needs a test.
+The real library writes the files where it is installed; the judge is transformers where it opens them, else the slow oracle.
 """
 
 import json

@@ -63,10 +63,7 @@ def test_hf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer, d
 
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str) -> None:
-    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, a guessed n_inner, the folder's name in it.
-
-    Also over the mapped source.
-    """
+    """Possible bugs: Q8_0 rounded twice, an epsilon that drifts, a guessed n_inner, the folder's name in it."""
     config = replace(WIDE, layer_norm_epsilon=3e-6, n_inner=96, bos_token_id=3)
     source = saved(tmp_path / "source", config, tokenizer)
     done = export(str(source), tmp_path / "a", format="gguf", type=type)
@@ -84,10 +81,7 @@ def test_gguf_export_load_export_gives_the_same_bytes(tmp_path: Path, tokenizer:
 @pytest.mark.parametrize("config", [WIDE, ODD, UNTIED, NARROW], ids=["usual", "odd", "untied", "narrow"])
 @pytest.mark.parametrize("type", KINDS)
 def test_gguf_is_what_the_package_writes(tmp_path: Path, tokenizer: LibraryTokenizer, type: str, config: GPT2Config) -> None:
-    """Possible bugs: another order of dimensions, a value of another type, missing padding: other weights.
-
-    A width of 48 cannot be divided into blocks of 32: as llama.cpp does, such rows are written in f16.
-    """
+    """Possible bugs: another order of dimensions, a value of another type, missing padding. Rows of 48 are written in f16."""
     source = saved(tmp_path / "source", config, tokenizer)
     done = export(str(source), tmp_path / "ours", format="gguf", type=type)
     said = "7 matrices in f16: the length of their rows is not a multiple of 32" in done.notes
@@ -126,10 +120,7 @@ def test_an_embedding_is_cropped_to_the_tokenizer(tmp_path: Path, tokenizer: Lib
 
 
 def test_q8_0_is_ggmls(tmp_path: Path) -> None:
-    """Halves rounded to even, or a scale rounded before the division, change one number in a thousand.
-
-    Where float16 makes the scale 0, a block is read as zeros; it must be written as zeros too, or the next export differs.
-    """
+    """Halves rounded to even change one number in a thousand. Where float16 makes the scale 0, a block is zeros."""
     config, truth = replace(WIDE, vocab_size=2000), weights(WIDE)
     rows = torch.randn(2000, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-5, 4, 2000)[:, None]
     rows[:4] = torch.tensor([127 * 2.0**-26, 1e-44, -127 * 2.0**-26, 127 * 2.0**-24])[:, None]
@@ -279,10 +270,7 @@ SCALING = "only transformers knows its scaling of attention"
     ],
 )
 def test_what_others_compute_otherwise_is_said_or_refused(tmp_path: Path, changes: dict[str, Any], hf, gguf, llmc) -> None:
-    """Some programs, and llama.cpp's converter, open these without an error and compute another model.
-
-    llm.c's formulas are constants in its code. ``hf`` is in the only note; what ``gguf`` and ``llmc`` cannot express is refused.
-    """
+    """Some programs, and llama.cpp's converter, open these without an error and compute another model."""
     source = saved(tmp_path / "source", config := replace(WIDE, **changes))
     done = export(str(source), tmp_path / "hf")
     assert done.config == config

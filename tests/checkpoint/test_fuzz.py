@@ -9,10 +9,7 @@ from support import forks, fuzz
 
 @pytest.mark.parametrize("count", [300, pytest.param(4000, marks=pytest.mark.slow)])
 def test_damaged_inputs_are_read_or_refused_in_one_line(count: int) -> None:
-    """A damaged byte must not cause an IndexError, a minute of parsing, gigabytes of memory, or wrong weights.
-
-    In a process of its own, which may crash or hang. What loads and how many refusals there are say that the damage is of use.
-    """
+    """A damaged byte must not cause an IndexError, a minute of parsing, gigabytes of memory, or wrong weights."""
     done = forks.run("-m", "support.fuzz", "--count", str(count), "--seed", str(count), timeout=900 + count)
     found = json.loads(done.stdout)
     assert found["fallen"] == []

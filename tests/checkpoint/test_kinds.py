@@ -1,7 +1,4 @@
-"""What stands around a GPT-2: trainers' wrappers, objects beside the weights, other heads; and files that are no GPT-2's weights.
-
-Each table is of kinds: a file that loads must give every weight, and one that does not must be refused with its true cause.
-"""
+"""What stands around a GPT-2: trainers' wrappers, objects, other heads; and files that are no GPT-2's weights, with the cause."""
 
 import argparse
 import dataclasses

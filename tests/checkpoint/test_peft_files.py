@@ -305,10 +305,7 @@ for offline in (False, True):
 
 
 def test_an_adapter_and_its_base_from_the_hub(base: Path, adapter: Path, tmp_path: Path) -> None:
-    """Both repositories are downloaded, the base at the adapter's revision, and both work offline.
-
-    A folder in the working directory with the base's name was used instead, without a message.
-    """
+    """Both are downloaded, the base at the adapter's revision, and work offline. A folder with the base's name was taken."""
     expected = ours(adapter)
     edit(adapter, base_model_name_or_path="org/base", revision="v1")
     with HubStandIn() as hub:

@@ -1,8 +1,5 @@
-"""TensorFlow's checkpoints: files that TensorFlow itself wrote, and invalid files.
-
-TensorFlow 2.21.0 wrote the files under `data/tensorflow` with its own Saver (v1, format V2), its partitioner for `slices`;
-`tests/support/tf_bundle.py` writes all others. TensorFlow is not a dependency.
-"""
+"""TensorFlow's checkpoints: `data/tensorflow` has those of TensorFlow 2.21.0 (Saver v1, format V2; `slices` by its partitioner),
+the others are of `tests/support/tf_bundle.py`."""
 
 import hashlib
 import json

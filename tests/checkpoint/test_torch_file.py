@@ -175,10 +175,7 @@ PLACES = ["zip", "legacy", "bare", "magic", "keys", "device", "hooks", "state", 
 
 @pytest.mark.parametrize("form", PLACES)
 def test_code_is_never_run(tmp_path: Path, form: str) -> None:
-    """A file whose weights can be read is read, with a note of what its pickle names; the rest is refused.
-
-    Control: unpickling the same file does run the code.
-    """
+    """What can be read is read, with a note of what its pickle names. Control: unpickling the same file does run the code."""
     path, canary = tmp_path / "pytorch_model.bin", tmp_path / "canary"
     victim = hostile_file(form, path, Called(os.system, f"mkdir {canary}"))
     if form in ("zip", "legacy", "device", "hooks", "optimizer"):
@@ -346,10 +343,7 @@ PUSHES = [
 
 @pytest.mark.parametrize(("program", "says"), PUSHES, ids=[str(number) for number in range(len(PUSHES))])
 def test_a_pickle_that_makes_no_sense_is_refused(tmp_path: Path, program: bytes, says: str) -> None:
-    """A pickle is a program for a stack machine: it may underflow, never end, contain itself, or slow down with every step.
-
-    A name in it is never looked up, and one that a stranger wrote must not reach the terminal as it is.
-    """
+    """It may underflow, contain itself or slow down with every step; a name in it is never looked up, nor printed as it is."""
     path = zip_of(tmp_path / "a", b"\x80\x02" + program, {"0": DATA})
     refused(lambda: TorchFile(path), says)
 

@@ -1,7 +1,4 @@
-"""Other systems, imitated: the commands run without the modules, calls and signals that Windows lacks.
-
-The workflow runs all tests on Windows and macOS themselves.
-"""
+"""Other systems, imitated: the commands run without the modules, calls and signals that Windows lacks."""
 
 import io
 import json

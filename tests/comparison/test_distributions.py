@@ -258,8 +258,7 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
 @pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3), (8, 1), (5, 4), (1, 1)])
 @pytest.mark.parametrize("length", [2, 9, 10, 30])
 def test_every_token_once_with_the_context_it_had(length, context, stride, batch_size):
-    """Possible bugs: logits read one position off, the first tokens of a window counted twice, or a short tail with a full
-    window's weight. Window k predicts up to token k * stride + context from the last ``context`` tokens."""
+    """Possible bugs: logits one position off, a window's first tokens counted twice, a short tail with a full one's weight."""
     a, b, ids = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, length)
     got = measure_pair(a, b, ids, Windows(context, stride), batch_size=batch_size)
     assert got.index.tolist() == list(range(1, length))

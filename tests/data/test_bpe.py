@@ -118,9 +118,7 @@ def test_official_vocabulary(official):
 
 
 def test_ids_need_not_follow_the_ranks(trained, shuffled, tmp_path):
-    """tiktoken uses ranks as ids. Files of other tools (special tokens first, say) would give other ids without an error.
-
-    The control: one dropped merge."""
+    """tiktoken uses ranks as ids: files of other tools would give other ids without an error. Control: one dropped merge."""
     strings = [*varied(4, 3000), trained.decode([trained.vocab["".join(trained.merges[-1])]])]
     assert shuffled.encode("the king") != trained.encode("the king")
     shuffled.save(tmp_path)
@@ -140,10 +138,7 @@ def test_long_runs_of_whitespace(official):
 
 
 def test_text_is_data(official, tmp_path):
-    """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option reads it as the other does.
-
-    OpenAI's two files are saved unchanged.
-    """
+    """`<|endoftext|>` in a prompt is text here and a control token in transformers; an option reads it as the other does."""
     text = f"one{END_OF_TEXT} two{END_OF_TEXT}"
     plain, control = official.encode(text), official.encode(text, special=True)
     assert plain == [505, 27, 91, 437, 1659, 5239, 91, 29, 734, 27, 91, 437, 1659, 5239, 91, 29]

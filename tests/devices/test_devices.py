@@ -250,10 +250,7 @@ def test_a_full_gpu_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_placed_model_takes_ids_to_its_device() -> None:
-    """Ids that stay on the CPU meet weights elsewhere, and logits elsewhere meet float64 on the CPU: both must be copied.
-
-    The meta device stands for an accelerator: what arrives there runs, and only copying the logits back is refused.
-    """
+    """Ids must be copied to the weights, and logits back: on the meta device, for an accelerator, that alone is refused."""
     model = placed(gpt2.load(), torch.device("meta"))
     with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
         model(torch.zeros(1, 4, dtype=torch.long))

@@ -82,10 +82,7 @@ def test_bad_prompts_are_one_line_above_the_field(served: Page) -> None:
 
 
 def test_no_other_name_and_no_other_site_gets_an_answer(served: Page) -> None:
-    """Any web page could let its own name resolve to this machine, and read the served page (DNS rebinding).
-
-    Or keep all cores busy by links and pictures; a link that a user opens must still work.
-    """
+    """Any web page could let its own name resolve to this machine (DNS rebinding), or keep all cores busy by links."""
     assert get(served, Host="evil.example")[0] == 400
     assert get(served, Host=f"evil.example:{served.port}")[0] == 400
     assert get(served, Host=f"localhost:{served.port}")[0] == 200

@@ -91,10 +91,7 @@ SWITCHES = [
 
 @pytest.mark.parametrize(("activation", "switches"), [*zip(ACTIVATIONS, SWITCHES, strict=True)])
 def test_every_switch_of_the_config_is_equal(tmp_path: Path, activation: str, switches: dict) -> None:
-    """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong.
-
-    transformers ignored both scale flags on its sdpa path until early 2026; 5.23 applies them.
-    """
+    """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong."""
     changes = {"activation_function": activation, "n_inner": 100, "n_head": 3} | switches
     changes["n_layer"] = 1 + switches.get("scale_attn_by_inverse_layer_idx", False)  # which shows in a second block
     assert failing(verify(str(write_checkpoint(tmp_path / "model", **changes)))) == []

@@ -1,8 +1,4 @@
-"""Tests that come from the table of alternatives itself: each changes something, is named, and has a name of its own.
-
-A program with a fault is our own model with that alternative. This shows that the search finds what the table has, not that
-people's code computes what the table says: for that are the programs of tests/support/programs.
-"""
+"""Tests that come from the table of alternatives itself: each changes something, is named, and has a name of its own."""
 
 import itertools
 from collections.abc import Callable, Mapping

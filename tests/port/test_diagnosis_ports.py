@@ -1,7 +1,4 @@
-"""Diagnose the ports of tests/support: the right cause at the right place for faulty ports, no cause for correct ones.
-
-tools/diagnose_table.py measures the same ports, also at official shapes.
-"""
+"""Diagnose the ports of tests/support: the right cause at the right place for faulty ports, no cause for correct ones."""
 
 from functools import cache
 from pathlib import Path

@@ -133,10 +133,8 @@ def test_each_cause_says_what_it_alone_does(two: gpt2.GPT2) -> None:
 
 
 class Cached(nn.Module):
-    """A right GPT-2 with a cache, but for later calls: ``rows`` are their positions, ``hides`` what their tokens do not see.
-
-    ``keeps``: the cache stays in the module, in a list.
-    """
+    """A right GPT-2 with a cache, but for later calls: ``rows`` are their positions, ``hides`` what their tokens do not see;
+    with ``keeps`` the cache stays in the module, in a list."""
 
     def __init__(self, model: gpt2.GPT2, rows: Callable, hides: Callable, keeps: bool = False) -> None:
         super().__init__()

@@ -1,7 +1,4 @@
-"""`load_into` on faulty modules: the weights are placed, the fault is named, and the module's state is restored.
-
-test_load_into_ports.py shows that correct ports are filled correctly, bit for bit.
-"""
+"""`load_into` on faulty modules: the weights are placed, the fault is named, and the module's state is restored."""
 
 import copy
 import json

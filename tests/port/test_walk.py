@@ -1,8 +1,4 @@
-"""The comparison by `diagnose`: it recognises formulas by value in any layout, and says where it knows none.
-
-The port here consists of functions that a test may replace by wrong ones, and has the checkpoint's weights. Realistic ports
-and their loading are in tests/support/faulty.
-"""
+"""`diagnose` recognises formulas by value in any layout, and says where it knows none; a test replaces a port's functions."""
 
 import itertools
 import math

@@ -1,8 +1,4 @@
-"""Tiny checkpoints on disk, in all common layouts; each writer returns the expected parameters, by the model's own names.
-
-The `safetensors` library and transformers write the bytes, never this project, so a mistake shared by our reader and writer
-shows.
-"""
+"""Tiny checkpoints in all layouts, whose bytes safetensors and transformers write; each writer returns our parameters."""
 
 import json
 from collections.abc import Callable, Mapping

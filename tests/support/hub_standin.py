@@ -1,14 +1,7 @@
 """A Hub on loopback: what `huggingface_hub` asks of one, over real sockets, with faults on demand.
 
-    with HubStandIn() as hub:
-        commit = hub.add_repo("org/name", {"config.json": b"{}", "model.safetensors": path}, lfs=("model.safetensors",))
-        hub.corrupt("org/name", "model.safetensors")
-        hub.hold("org/name", "model.safetensors", after=1_000_000)  # then the client is killed
-        subprocess.run([...], env=hub.environ(tmp_path))  # the client reads HF_ENDPOINT once, when it is imported
-        assert hub.requests
-
 It has no other host for large files ("lfs"), no Xet, no pages of listings: those are the client's business. A token of
-`hub.tokens` may upload: `repos/create`, `validate-yaml`, `preupload`, the LFS batch, a PUT of each large file, a commit.
+`hub.tokens` may upload. A client reads `hub.environ` once, when it is imported: give it to a process.
 """
 
 import base64

@@ -1,7 +1,4 @@
-"""Models that are right in float64 and imprecise in the dtype that they run in: what verify's rule of rounding must refuse.
-
-Each replaces a part of a loaded :class:`gpt2.model.GPT2`. In float64 nothing changes, so that only a check of rounding can tell.
-"""
+"""Models that are right in float64 and imprecise in the dtype that they run in: what verify's rule of rounding must refuse."""
 
 import math
 from collections.abc import Callable

@@ -4,11 +4,7 @@ from collections.abc import Iterable
 
 
 def patched(source: str, patches: Iterable[tuple[str, str]]) -> str:
-    """Return ``source`` with each old text replaced by its new one.
-
-    Raises:
-        ValueError: an old text is not there exactly once, as where two patches change one place.
-    """
+    """Return ``source`` with each old text, which must be there exactly once, replaced by its new one; else ValueError."""
     for old, new in patches:
         if source.count(old) != 1:
             raise ValueError(f"{old!r} is there {source.count(old)} times, not once")

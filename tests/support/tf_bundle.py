@@ -1,8 +1,4 @@
-"""TensorFlow checkpoints on disk, in the layout of TensorFlow's Saver, without the reader's code.
-
-Written from tensorflow's `core/util/tensor_bundle`, `core/lib/io` and `core/protobuf/tensor_bundle.proto`. The parts are public,
-so that a test can build an invalid file.
-"""
+"""TensorFlow checkpoints in its Saver's layout, by its `tensor_bundle.proto`; tests build invalid files of the parts."""
 
 import json
 from collections.abc import Iterable, Mapping

@@ -1,8 +1,4 @@
-"""Tiny checkpoints as torch.save writes them, in its users' layouts; each writer returns the expected parameters, by our
-names.
-
-torch writes the bytes, except in `zip_of` and `legacy_of`, which write files that torch never would.
-"""
+"""Tiny checkpoints as torch.save writes them, in its users' layouts; each writer returns the parameters, by our names."""
 
 import io
 import pickle

@@ -88,10 +88,7 @@ def test_a_single_document_is_computed_as_without_documents_to_the_bit():
 
 
 def test_a_batch_without_a_scored_token_changes_nothing(steps):
-    """Weight decay and the moments went on, so a batch of nothing but prompts pulled all weights to 0. Control: one is scored.
-
-    The loss is 0 and each parameter has a gradient: 0/0 would stop the run, and other ranks would wait for a gradient.
-    """
+    """A batch of nothing but prompts pulled all weights to 0. Other ranks would wait for a gradient. Control: one is scored."""
     trained, ids, x = model(), np.ones(900, dtype=np.int64), torch.ones(2, T, dtype=torch.long)
     assert not any(value.any() for value in gradients(trained, WithLoss(trained, partial=True)(x, x * UNSCORED)).values())
     trained.zero_grad(set_to_none=True)
@@ -178,10 +175,7 @@ def asked(quiet, table) -> Recipe:
 
 @pytest.mark.parametrize("layout", [{"reset": True}, {"padded": True}])
 def test_a_run_on_answers(asked, tmp_path, layout):
-    """Evaluations must report the loss of the answers, which decides what is best, and beside it that of all tokens.
-
-    A resumed run must read the documents in the same order, split and layout.
-    """
+    """The loss of the answers decides what is best, beside that of all tokens; a resumed run reads in the same order."""
     recipe, events = replace(asked, data=replace(asked.data, **layout)), []
     train(recipe, tmp_path / "run", report=events.append)
     train(recipe, tmp_path / "again", report=stop_at(5))

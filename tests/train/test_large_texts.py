@@ -102,10 +102,7 @@ def tokenized_and_killed(recipe: Recipe, children: Path) -> None:
 
 
 def test_killed_while_tokenizing(recipe, table, tmp_path):
-    """After SIGKILL, what was written goes on where its sizes were saved; a byte behind them would shift every later token.
-
-    The tokenizing processes must end too: they waited for work for ever.
-    """
+    """After SIGKILL a byte behind the saved sizes would shift every later token; tokenizing processes waited for ever."""
     path = tmp_path / "table.jsonl"
     path.write_bytes(table.read_bytes() * 4)
     recipe = replace(recipe, data=Data(path=str(path)))

@@ -42,10 +42,7 @@ def memorising(quiet, tmp_path, lr: float) -> list[Evaluated]:
 
 
 def test_a_repeated_text_is_learnt(quiet, tmp_path):
-    """A loop that does not learn (gradients dropped, optimizer not stepped, targets unshifted) must be noticed.
-
-    Control: with a rate of zero, the loss stays, and equal is not better.
-    """
+    """A loop that does not learn must be noticed. Control: with a rate of zero, the loss stays, and equal is not better."""
     before, after = memorising(quiet, tmp_path / "still", lr=0.0)
     assert after.val.loss == before.val.loss > 2.5
     assert not after.best

@@ -165,10 +165,7 @@ os.rename = rename
 
 @pytest.mark.slow
 def test_workers_are_killed_and_ctrl_c_is_pressed_and_the_job_ends_as_if_neither_had_been(recipe, tmp_path):
-    """To the bit, with dropout: DDP's gradient buckets in the first step of a run, resumed or not, differ from later ones.
-
-    Deadlock on Ctrl-C: a worker waits to return its result to the launcher, and the launcher waits for the worker.
-    """
+    """To the bit: DDP's first gradient buckets differ. On Ctrl-C a worker and the launcher waited for each other."""
     shared = replace(recipe, batch_size=4, steps=80, eval_every=20, save_every=8)
     whole, run = tmp_path / "whole", tmp_path / "run"
     at = {tmp_path / "step-16": 0, tmp_path / "step-32": 1, tmp_path / "step-64": None}

@@ -309,10 +309,7 @@ def trained_and_killed(recipe: Recipe, run: Path, init: str | None, at: int) -> 
 
 @pytest.mark.parametrize(("trains", "seed"), [("weights", 1), pytest.param("adapters", 3, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(recipe, init, tmp_path, trains, seed):
-    """SIGKILL behind a step, or amid a checkpoint or an evaluation: the run must resume exactly from what is on the disk.
-
-    At moments that the run counts: with a clock, a busy machine killed it before the first step, or when it was done.
-    """
+    """SIGKILL behind a step, or amid a checkpoint or an evaluation, at moments that the run counts: it must resume exactly."""
     long = replace(recipe, steps=45, eval_every=2, save_every=3, lora=Lora(r=2 if trains == "adapters" else 0, dropout=0.1))
     init = str(init) if trains == "adapters" else None
     run, rng, reached = tmp_path / "run", random.Random(seed), []

@@ -1,8 +1,4 @@
-"""Write a checkpoint for the ports of tests/support/faulty, read it with an author's mistakes, and fill modules from it.
-
-The weights have about the size of a trained GPT-2's: no score saturates, no norm is one, no bias zero. So a wrong GELU and a
-wrong epsilon both show.
-"""
+"""Write a checkpoint of trained size for the faulty ports, read it with an author's mistakes, and fill modules from it."""
 
 import math
 from collections.abc import Mapping

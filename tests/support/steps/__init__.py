@@ -1,7 +1,4 @@
-"""Training steps that are almost right, and right ones of many kinds, to test `diagnose_step`.
-
-`plain.py` is a right step, and `faults.toml` has patches of it, one fault each. `right.py` has other right steps.
-"""
+"""Training steps: `plain.py` is right, `faults.toml` has one fault each for it, and `right.py` has other right ones."""
 
 import copy
 import tomllib

@@ -1,9 +1,4 @@
-"""A fourteenth set: right programs in NumPy, and mistakes that ``faults.toml`` writes into them as replaced text.
-
-``flattened`` takes all rows at once; ``chunked`` takes a prompt in chunks and then single tokens, with a cache. The mistakes
-are chosen by kind (orders of calls, indices, what is read, digits, formulas), by an author who knew neither the engine nor its
-results.
-"""
+"""A fourteenth set of programs and mistakes, chosen by kind, by an author who knew neither the engine nor its results."""
 
 import json
 import tomllib
