@@ -233,15 +233,18 @@ def test_likeness_describes_numbers() -> None:
 
 
 def test_deterministic_mode_removes_randomness_and_narrow_casts() -> None:
-    """Otherwise nothing behind a dropout could be compared in float64."""
+    """Otherwise nothing behind a dropout could be compared in float64. The first call of an operator always goes the long way."""
     x = torch.randn(4, 5, dtype=torch.float64)
-    result, mode = run_deterministically(lambda: F.dropout(x, 0.5, True).float() + torch.randn(4, 5))
-    assert torch.equal(result, x)
-    assert (result.dtype, mode.casts, len(mode.dropouts)) == (torch.float64, {"float32"}, 1)
-    assert torch.equal(mode.dropouts[0].value, x)
-    dropped, watching = run_deterministically(lambda: F.dropout(x, 0.5, True), keep_random=True)
-    assert not torch.equal(dropped, x)
-    assert len(watching.dropouts) == 1
+    half, masks = torch.full_like(x, 0.5), (torch.bernoulli, lambda p: torch.bernoulli(p, 0.5), lambda p: p.bernoulli_(0.5))
+    drops = [lambda x, mask=mask: x * mask(half.clone()) / 0.5 for mask in masks]
+    for drop in 2 * [*drops, lambda x: F.dropout(x, 0.5, True), lambda x: torch.native_dropout(x, 0.5, True)[0]]:
+        result, mode = run_deterministically(lambda drop=drop: drop(x @ torch.eye(5).double()).float() + torch.randn(4, 5))
+        assert torch.equal(result, x)
+        assert (result.dtype, mode.casts, mode.draws) == (torch.float64, {"float32"}, ["randn"])
+        assert [(one.after, torch.equal(one.value, x)) for one in mode.dropouts] == [(5, True)]
+        dropped, watching = run_deterministically(lambda drop=drop: drop(x), keep_random=True)
+        assert not torch.equal(dropped, x)
+        assert len(watching.dropouts) == 1
 
 
 def placed(id: str, *places: Place, effect: float | None = None) -> Cause:
