@@ -28,7 +28,6 @@ def lively(config: GPT2Config = CONFIG, seed: int = 0) -> GPT2:
 
 
 @torch.no_grad()
-@torch.no_grad()
 def plainly(model: GPT2, ids: list[int], new: int) -> list[int]:
     """Greedy continuation of one text without cache, batch or mask; half of a full window is dropped."""
     text, limit = list(ids), model.config.n_positions

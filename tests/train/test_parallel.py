@@ -69,13 +69,6 @@ def test_ranks_score_the_windows_of_one(shared):
         assert sum(each.loss * each.tokens for each in parts) / whole.tokens == pytest.approx(whole.loss, rel=1e-6)
 
 
-@pytest.mark.slow
-def test_the_control_of_that(shared, alone, tmp_path):
-    """Negative control: ranks that all read the first rows must give another result than one process."""
-    job(2, Run(shared, tmp_path / "run", change="the same rows on every rank"))
-    assert furthest(alone, tmp_path / "run") > 1e-3
-
-
 @pytest.mark.parametrize(("first", "then", "how"), [(2, 1, "fsdp"), pytest.param(1, 3, "ddp", marks=pytest.mark.slow)])
 def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first, then, how):
     """A checkpoint must resume on another number of processes: it must not hold one rank's slice or moments alone."""
