@@ -101,7 +101,4 @@ def test_targets_are_named_as_in_peft(target: str) -> None:
 def test_what_cannot_be_adapted_is_refused_in_one_line(settings: dict, says: str) -> None:
     """An unknown target that is ignored would train nothing for hours."""
     assert re.search(says, refusal(inject, model(), **settings))
-
-
-def test_adapters_go_in_once() -> None:
     assert "has adapters already" in refusal(inject, inject(model()))

@@ -262,26 +262,18 @@ def test_every_command_takes_an_adapter_or_says_what_to_do(base: Path, adapter: 
     assert torch.equal(ours(tmp_path / "merged"), gpt2.load(str(adapter)).double()(IDS))
 
 
-MERGES: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    "right": lambda merged, bare: merged,
-    "A and B turned the wrong way": lambda merged, bare: bare + (merged - bare).t(),
-    "alpha / r left out": lambda merged, bare: bare + (merged - bare) / 4,
-    "the base alone": lambda merged, bare: bare,
-}
-
-
-@pytest.mark.parametrize("how", ["right", *(pytest.param(how, marks=pytest.mark.slow) for how in list(MERGES)[1:])])
-def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(base: Path, adapter: Path, how: str) -> None:
+@pytest.mark.parametrize("turned", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_verify_refuses_an_adapter_that_is_merged_wrongly_into_a_square_matrix(base: Path, adapter: Path, turned: bool) -> None:
     def build(path: Path, dtype: torch.dtype | None) -> GPT2:
-        model, bare = open_path(path).load(dtype), open_path(base).load(dtype)
+        model, bare = open_path(path).load(dtype), open_path(base).load(dtype).h[1].attn.c_proj.weight
         with torch.no_grad():
             weight = model.h[1].attn.c_proj.weight
-            weight.copy_(MERGES[how](weight, bare.h[1].attn.c_proj.weight))
+            weight.copy_(bare + (weight - bare).t() if turned else weight)
         return model
 
     report = gpt2.verify(str(adapter), build=build, keep_going=True, quick=True)
     failed = {check.id for check in report.checks if not check.ok}
-    assert failed >= {"adapter", "activations", "logits"} if how != "right" else not failed
+    assert failed >= {"adapter", "activations", "logits"} if turned else not failed
 
 
 def test_a_model_beside_an_adapter_is_what_is_loaded(base: Path, adapter: Path) -> None:
