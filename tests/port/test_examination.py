@@ -231,6 +231,23 @@ def test_one_gain_of_a_norm_and_a_factor_behind_the_activation(model: gpt2.GPT2)
     assert gpt2.load_into(module.eval(), model).ok
 
 
+def test_stacked_terms_are_summed_and_joined_units_are_not(model: gpt2.GPT2) -> None:
+    """Stacked embeddings were norms exchanged, a mean hid what follows it, and units that were joined ended in a traceback."""
+
+    def layer(block: nn.Module, x: Tensor) -> Tensor:
+        x = 2 * torch.stack([x, block.attn(block.ln_1(x))]).mean(0)
+        joined = torch.cat([x[..., :7] * 1.0, x[..., 7:] * 1.0], -1)
+        return x + block.mlp(block.ln_2(joined - joined.sum(-1, keepdim=True) / CONFIG.n_embd))
+
+    def forward(ids: Tensor) -> Tensor:
+        x = torch.stack([x := parts["wte"](ids), parts["wpe"].weight[: ids.shape[1]].expand_as(x)]).sum(0)
+        return module.lm_head(parts["ln_f"](parts["h"][0](x)))
+
+    module = port(model, layer)
+    module.forward, parts = forward, module.transformer
+    assert gpt2.load_into(module, model).ok
+
+
 def test_cosines_of_rounded_frequencies_are_found(model: gpt2.GPT2) -> None:
     """The steps of a norm by hand are more like GPT-2's embeddings, and no positions were said to be there."""
 

@@ -87,11 +87,8 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
         return None
     if (node := graph.owner(ids)) is None:  # of tensors that were stacked
         slices = ids.unbind(dims[0]) if isinstance(dims, list) and len(dims) == 1 else ()
-        return (
-            graph.elementwise("add", shape, *(one.view(shape) for one in slices))
-            if slices and all(map(graph.owner, slices))
-            else None
-        )
+        owners = {id(graph.owner(one)) for one in slices if graph.owner(one) or graph.is_source(one)}  # joined units share one
+        return graph.elementwise("add", shape, *(one.view(shape) for one in slices)) if len(owners) == len(slices) > 0 else None
     longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
     product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)
     if not longer and not product:
@@ -115,6 +112,7 @@ HANDLERS: dict[str, Handler] = {
     "native_layer_norm": _layer_norm,
     "native_dropout": lambda graph, named, shape: graph.elementwise("dropout", shape, graph.of(named["input"])),
     "sum": _sum,
+    "mean": lambda graph, named, shape: None if graph.owner(graph.or_blank(named["self"])) else _sum(graph, named, shape),
 }
 
 
