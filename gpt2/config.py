@@ -62,9 +62,9 @@ class GPT2Config:
             _require(name, getattr(self, name), bool)
         if self.n_embd % self.n_head:
             raise InputError(f"config: n_embd {self.n_embd} is not divisible by n_head {self.n_head}")
-        if self.activation_function not in ACTIVATIONS:
+        if not isinstance(name := self.activation_function, str) or name not in ACTIVATIONS:
             known = ", ".join(ACTIVATIONS)
-            raise InputError(f"config: unknown activation_function {quoted(self.activation_function)}; known: {known}")
+            raise InputError(f"config: unknown activation_function {quoted(name)}; known: {known}")
 
     @property
     def head_dim(self) -> int:

@@ -121,7 +121,7 @@ def user_path(text: str | os.PathLike[str]) -> Path:
     if not isinstance(text, str | os.PathLike):
         raise InputError(f"a path is a text, and this is {type(text).__name__}; give a text")
     if not (given := os.fspath(text)):
-        raise InputError("a path has an empty name; give one, or . for this folder")
+        raise InputError("a path has an empty name; give one")
     expanded = os.path.expanduser(given)
     if expanded.startswith("~") and not os.path.lexists(given):
         name = given.partition(os.sep)[0]

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from gpt2.config import GPT2Config
 from gpt2.errors import require_memory
 from gpt2.kv_cache import KVCache
+from gpt2.options import require_type
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     # Three names of one function: 0.5 x (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))) [3].
@@ -156,7 +157,7 @@ class GPT2(nn.Module):
 
     def __init__(self, config: GPT2Config, *, initialise: bool = True) -> None:
         super().__init__()
-        self.config = config
+        self.config = require_type("GPT2: config", config, GPT2Config)
         # Embedding's own constructor would fill the largest tensors with random numbers; from_pretrained does not.
         self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd), freeze=False)

@@ -129,14 +129,15 @@ def require_outputs(settings: Command) -> None:
     for flag, metavar, given in ((flag_of(each), each.metadata["metavar"], getattr(settings, each.name)) for each in outputs):
         if given is None or (given == "-" and flag == "--json"):
             continue
-        if given == "-":
-            raise InputError(f"{flag} -: only --json goes to stdout; give a path")
+        if given in ("-", ""):
+            why = "-: only --json goes to stdout" if given else "is empty"
+            raise InputError(f"{flag} {why}; give a path")
         if metavar == "FILE":
             require_writable(flag, given)
         place = Path(os.path.realpath(user_path(given)))
         if place.is_file() and any(map(place.samefile, read)):
             taken[place] = "is read too"
-        elif place.is_file() and folders & {*place.parents} and not _is_result(place):
+        elif folders & {*place.parents} and (not _is_result(place) if place.is_file() else place.name == "config.json"):
             taken[place] = "is in a folder that is read or written"
         if use := taken.get(place):
             raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")
@@ -145,11 +146,14 @@ def require_outputs(settings: Command) -> None:
 
 
 def _is_result(path: Path) -> bool:
-    """Return whether a file is what a command wrote for the user: a page, JSON, or a trace in any form."""
+    """Return whether a file is empty, or what a command wrote for the user: a page, JSON, or a trace in any form."""
     with path.open("rb") as file:
-        head = file.read(120)
-    state = int.from_bytes(head[:4], "little") == 20240327  # the beginning of llm.c's debug state
-    return state or path.suffix in (".html", ".npz") or b'"json_version"' in head or b'"about"' in head
+        ends = file.read(300)
+        file.seek(max(0, path.stat().st_size - 300))
+        ends += file.read()
+    state = int.from_bytes(ends[:4], "little") == 20240327  # the beginning of llm.c's debug state
+    marks = b'"json_version"', b'"about"', b"about.json.npy", b"; img-src data:;"
+    return state or not ends or any(mark in ends for mark in marks)
 
 
 def require_unused(settings: Any, mode: str, names: Sequence[str]) -> None:

@@ -35,8 +35,7 @@ def test_each_field_is_an_option_with_its_type_its_default_and_its_help() -> Non
     assert read(Own, parser.parse_args(["x"])) == Own(what="x")
     with pytest.raises(SystemExit):  # a field without a default is required
         parser.parse_args([])
-    words = ["x", "y", "z", "--rate", "2", "--times", "3", "--word", "a", "--word", "b", "--loud"]
-    given = read(Own, parser.parse_args(words))
+    given = read(Own, parser.parse_args(["x", "y", "z", "--rate", "2", "--times", "3", "--word", "a", "--word", "b", "--loud"]))
     assert given == Own(what="x", more=("y", "z"), rate=2.0, times=3, word=("a", "b"), loud=True)
     assert [each.name for each in changed(given, "loud", "times", "what")] == ["loud", "times", "what"]
     assert changed(Own(what="x", rate=1e-3), "rate", "word", "loud", "more") == []
@@ -62,6 +61,8 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
         (gpt2.trace, {"gradients": "no"}, "trace: gradients is 'no'; give True or False"),
         (gpt2.compare, {"save": 5}, "compare: save is 5; give a text or a path or None"),
         (gpt2.trace, {"steps": 2**70}, "trace: steps is 11805"),
+        (gpt2.GPT2, {"config": "gpt2"}, "GPT2: config is 'gpt2'; give a GPT2Config"),
+        (gpt2.GPT2Config, {"activation_function": np.zeros(2)}, "unknown activation_function array("),
         *((each, {"dtype": torch.int16}, "unknown dtype") for each in (gpt2.compare, gpt2.trace, gpt2.verify, gpt2.load)),
         (gpt2.verify_device, {"progress": "x"}, "verify_device: progress is 'x'; give a function"),
     ):

@@ -5,12 +5,11 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
 from gpt2.config import quoted
-from gpt2.data.files import MOST, not_utf8, opened
+from gpt2.data.files import not_utf8, opened
 from gpt2.errors import InputError, require_memory
 
 PARSED = 12  # bytes of memory for a byte of a .json file
@@ -57,7 +56,7 @@ def _answers(turns: list[Any], where: str) -> Iterator[Record]:
 def _lines(path: Path) -> Iterator[tuple[str, Record]]:
     """Yield the records of a .jsonl file, each with its place; empty lines are skipped."""
     with text_file(path, newline="\n") as lines:
-        for number, line in enumerate(_bounded(lines, path), 1):
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path}:{number}"
@@ -70,14 +69,6 @@ def _lines(path: Path) -> Iterator[tuple[str, Record]]:
             if not isinstance(record, dict):
                 raise InputError(f"{where}: {quoted(record)} is not an object with fields; write one object on each line")
             yield where, record
-
-
-def _bounded(lines: IO[str], path: Path) -> Iterator[str]:
-    """Yield lines. Raises InputError, before memory is taken for it: a line that does not end, as of a file with a hole."""
-    for number, line in enumerate(iter(partial(lines.readline, MOST), ""), 1):
-        if len(line) == MOST:
-            raise InputError(f"{path}:{number}: has more than {MOST >> 20} Mi characters; write one record on each line")
-        yield line
 
 
 def _parsed(text: str) -> Any:
@@ -105,11 +96,11 @@ def _rows(path: Path) -> Iterator[tuple[str, Record]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # the module's own limit is 128 KB a field
     with text_file(path, newline="") as lines:
         try:
-            separator = csv.Sniffer().sniff(lines.readline(MOST), delimiters=",;\t").delimiter
+            separator = csv.Sniffer().sniff(lines.readline(1 << 16), delimiters=",;\t").delimiter
         except csv.Error:  # one field
             separator = ","
         lines.seek(0)
-        reader, before = csv.DictReader(_bounded(lines, path), delimiter=separator, strict=True), 1
+        reader, before = csv.DictReader(lines, delimiter=separator, strict=True), 1
         try:
             for record in reader:
                 before, where = reader.line_num, f"{path}:{reader.line_num}"

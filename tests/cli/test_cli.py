@@ -106,7 +106,7 @@ MISTAKES = [
     ("diagnose port.py --model gtp2 --offline", "unknown model 'gtp2' (did you mean gpt2?)"),
     ("generate --prompt x --samples 1000000000", "1,000,000,000 samples: their keys and values need about"),
     ("explore --port 99999", "--port 99999: a port is 0 .. 65535; choose another"),
-    ("export shakespeare-mini ''", "an empty name"),
+    ("export shakespeare-mini ''", "DIR is empty; give a path"),
 ]
 
 
@@ -120,7 +120,7 @@ def test_mistakes_are_one_line_and_exit_2(command: str, says: str, tmp_path: Pat
     (tmp_path / "file").write_text("mine")
     (tmp_path / "port.py").write_text("def build(): ...\nclass Sized:\n    def __init__(self, size): ...")
     (tmp_path / "run" / "best").mkdir(parents=True)
-    (tmp_path / "run" / "best" / "model.safetensors").touch()
+    (tmp_path / "run" / "best" / "model.safetensors").write_text("mine")
     assert says in mistake(capsys, *shlex.split(command))
     assert {path.name for path in tmp_path.iterdir()} - {"cache", "out"} == {"file", "port.py", "run"}
 

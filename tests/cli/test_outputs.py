@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 from support.commands import ASSET, mistake, refusal
 
@@ -23,12 +24,8 @@ def test_an_earlier_report_outlasts_a_full_disk(words: list[str], tmp_path: Path
     """Reports were written in place: a full disk lost the earlier one. Control: with room the new one is there."""
     report = tmp_path / "report"
     report.write_text("earlier")
-
-    def full(handle: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr("os.fsync", full)
+        patch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         assert main([*words, str(report)]) == 2
     assert f"{report}: cannot be written (No space left on device); make room" in capsys.readouterr().err
     assert report.read_text() == "earlier"
@@ -101,22 +98,28 @@ def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, capsys) -> None:
     """``export m out --json out/config.json`` left a report in place of the config. A result may be written again."""
     folder = tmp_path / "model"
     folder.mkdir()
-    assert "would be lost" in mistake(capsys, "export", "shakespeare-mini", str(folder), "--json", str(folder / "config.json"))
-    for name in ("r.json", "r.json", "config.json"):
-        assert main(["info", str(folder), "--json", str(folder / name)]) == (2 if name == "config.json" else 0)
-    for name in ("t.safetensors", "t.safetensors", "t.bin", "t.bin", "model.safetensors"):
-        assert main(["trace", str(folder), "--out", str(folder / name), "--tokens", "2"]) == (2 if name[0] == "m" else 0)
+    for name in ("config.json", "tokenizer.json"):  # the first before anything is written
+        assert "would be lost" in mistake(capsys, "export", "shakespeare-mini", str(folder), "--json", str(folder / name))
+        assert bool(os.listdir(folder)) == (name != "config.json")
+    (folder / "empty").touch()
+    (folder / "mine.html").write_text(f"<!doctype html>{' ' * 400}")
+    np.savez(folder / "mine.npz", ids=np.zeros(2), logits=np.zeros((99, 9)))
+    for words, names in {
+        "info --json": "r.json r.json empty config.json mine.html",
+        "explore --prompt O --html": "p.html p.html mine.html",
+        "trace --tokens 2 --out": "t.safetensors t.safetensors t.npz t.npz t.bin t.bin model.safetensors mine.npz",
+    }.items():
+        for name in names.split():
+            code = main([*words.replace(" ", f" {folder} ", 1).split(), str(folder / name)])
+            assert code == (2 if name[:4] in ("conf", "mine", "mode") else 0), name
 
 
-BESIDE = ("config.json", "tokenizer.json", "vocab.json")
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", *BESIDE])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin", "config.json", "tokenizer.json", "vocab.json"])
 def test_a_pipe_in_a_model_s_folder_is_refused_by_name(name: str, tmp_path: Path, capsys) -> None:
     """As config.json it was "no config.json there; the folder holds config.json"; as vocab.json it was passed over."""
     folder = tmp_path / "model"
     shutil.copytree(ASSET, folder)
-    (folder / (name if name in BESIDE else "model.safetensors")).unlink(missing_ok=True)
+    (folder / (name if name.endswith(".json") else "model.safetensors")).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     for words in (["info"], ["generate", "--prompt", "x", "--max-new-tokens", "1"]):
         said = mistake(capsys, *words, str(folder))
@@ -155,9 +158,7 @@ def test_ctrl_c_while_it_starts_is_no_traceback() -> None:
         (FileNotFoundError(errno.ENOENT, "No such file or directory"), "the working folder has been deleted"),  # os.getcwd()
     ],
 )
-def test_an_unforeseen_error_of_the_system_is_one_line(
-    error: OSError, said: str, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
+def test_an_unforeseen_error_of_the_system_is_one_line(error: OSError, said: str, monkeypatch, capsys) -> None:
     """A folder that may not be entered was a traceback. Control: where the working folder is there, a bug of ours has its."""
     monkeypatch.setattr("gpt2.checkpoint.describe.describe", Mock(side_effect=error))
     assert line_of(error) is None or error.filename

@@ -117,9 +117,7 @@ def test_each_case_is_what_greedy_decoding_says(sides: tuple[str, str], file: Pa
 
 
 @pytest.mark.slow
-def test_the_command_lists_what_turned_and_gates_on_it(
-    sides: tuple[str, str], file: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_command_lists_what_turned_and_gates_on_it(sides, file: Path, text: str, tmp_path: Path, capsys) -> None:
     page = tmp_path / "page.html"
     command = ["compare", *sides, "--on", text, "--tokens", "40", "--cases", str(file), "--html", str(page)]
     gates = "exact_match>2", "answer_ratio<0", "lost_cases>=0"
@@ -165,9 +163,7 @@ def classifiers(sides: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
     return said
 
 
-def test_classifiers_are_compared_on_labelled_texts(
-    classifiers: dict[str, list[str]], sides: tuple[str, str], text: str, tmp_path: Path
-) -> None:
+def test_classifiers_are_compared_on_labelled_texts(classifiers: dict[str, list[str]], sides, text: str, tmp_path) -> None:
     """A classifier was compared as a language model without a word of its head, and labelled cases were refused."""
     (one, of_one), (two, of_two) = classifiers.items()
     other = {"kind": "harsh", "harsh": "kind"}
@@ -193,11 +189,13 @@ def test_classifiers_are_compared_on_labelled_texts(
     plain = compare(sides[0], one, on=text, tokens=40, cases=str(file))  # a model without a head: the likelier label
     by_hand = [max(("kind", "harsh"), key=lambda name: probability(sides[0], each, name)) for each in TEXTS[:3]]
     assert [case.answer_a for case in plain.cases.cases[:3]] == by_hand
+    steps = list[str]()
     for label in ("rude", "2", "9" * 5000):
         file.write_text(json.dumps({"text": "a", "label": label}))
-        said = refusal(compare, one, two, on=text, tokens=40, cases=str(file))
+        said = refusal(compare, one, two, on=text, tokens=40, cases=str(file), progress=lambda step: steps.append(step))
         assert f"the label '{label[:9]}" in said
         assert f"is no class of {one}: kind, harsh" in said
+    assert not [step for step in steps if "distributions" in step]  # it was refused after minutes of measuring
 
 
 @pytest.mark.parametrize(
@@ -220,9 +218,7 @@ def test_a_bad_file_is_one_line(name: str, content: str | None, says: str, tmp_p
     assert says.format(path=tmp_path / name) in refusal(read_cases, str(tmp_path / name))
 
 
-def test_fields_of_training_numbers_and_several_right_answers(
-    sides: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_fields_of_training_numbers_and_several_right_answers(sides: tuple[str, str], tmp_path: Path, capsys) -> None:
     """A table that was trained on had to be renamed; 4 was refused where "4" was not; "four" or "4" could not both be right."""
     file, line = tmp_path / "a.jsonl", {"question": "2+2=", "answer": [4, "four"]}
     file.write_text(json.dumps(line))

@@ -35,14 +35,14 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     given = dump_of({"x/IDX": IDS[0].tolist(), "a": half, "b": np.float16([1]), "c": jax}, CONFIG)
     assert given.ids.tolist() == [[1, 2, 3]]
     assert all(torch.equal(given.arrays[name], half) for name in "ac")
+    for other in ("V4", "i1,i1"):  # no bfloat16
+        assert "save numbers" in refusal(dump_of, {"ids": IDS, "a": np.zeros(2, other)}, CONFIG)
 
 
 def test_training_steps_are_refused_and_said() -> None:
     """Gradients were taken for values of a forward pass, or the user was told that the logits are missing."""
-    for arrays in (
-        {"ids": IDS[None], "logits": LOGITS},
-        {"ids": IDS, "loss": np.float32([4]), "g": np.zeros((61, CONFIG.n_embd))},
-    ):
+    of_a_step = {"ids": IDS, "loss": np.float32([4]), "g": np.zeros((61, CONFIG.n_embd))}
+    for arrays in ({"ids": IDS[None], "logits": LOGITS}, of_a_step):
         assert "training steps are not read from a dump; diagnose the step itself" in refusal(dump_of, arrays, CONFIG)
 
 
