@@ -22,6 +22,7 @@ from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, S
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Program, Site
 from gpt2.port.recording.pool import collect
+from gpt2.port.search.batch import Moved, by_node, in_rows
 from gpt2.port.search.walk import Walked, search
 from gpt2.port.terms.causes import CAUSES
 
@@ -110,6 +111,20 @@ def logits(one: Alternative | None, calls: Calls = CALLS[0], given: Tensor | Non
 
 def apart(one: Tensor, other: Tensor) -> float:
     return float((one - other).abs().max())
+
+
+def test_programs_that_share_a_formula_have_its_value_for_their_own_nodes() -> None:
+    """It is computed once where it reads GPT-2's nodes alone: a program that changed one of them had the value of another."""
+    seen = list[Tensor]()
+    edits: Edits = {"attn.q": lambda c, s: seen.append(s["ln_1"]) or -s["ln_1"]}
+    every = [{"ln_1": lambda c, s: 2 * s["x"]} | edits, edits, edits, {"ln_1": lambda c, s: 3 * s["x"]} | edits]
+    site, x, moved = right().site(0), right().embed(), Moved()
+    batch = {"x": x.expand(4, *x.shape)}
+    for node, own in by_node(every).items():
+        batch[node] = in_rows(site, node, {}, batch, own, 4, set(), moved)
+    normed = site.right("ln_1", batch)[0]
+    assert apart(batch["attn.q"], -torch.stack([2 * x, normed, normed, 3 * x])) == 0
+    assert len(seen) == 3
 
 
 @pytest.mark.parametrize("calls", CALLS)

@@ -110,6 +110,9 @@ REFUSED = [
     ("fused", "final-norm-missing", "your module has no last norm"),
     ("fused", "output-projection-missing@0", "no parameter takes the place of h.0.attn.c_proj.weight"),
     ("fused", "head-bias", "head.bias (norm"),
+    ("fused", "heads-split-wrongly", "your attention mixes up heads and positions"),
+    ("fused", "layer-repeated@1", "layer-repeated at h.1: your attention runs 2 times"),
+    ("fused", "position-sinusoidal", "your module has no learned positions"),
 ]
 
 

@@ -21,7 +21,7 @@ from gpt2.port.alternatives.entries import likeness
 from gpt2.port.diagnosis import diagnose
 from gpt2.port.recording.dispatch import run_deterministically
 from gpt2.port.terms.causes import CAUSES, Cause
-from gpt2.port.terms.places import EVERY, Place
+from gpt2.port.terms.places import EVERY, Place, collapsed
 from gpt2.port.terms.ranking import ranked
 from gpt2.port.terms.report import Diagnosis, Divergence
 
@@ -259,6 +259,12 @@ def test_causes_are_sorted_by_effect_and_consequences_dropped() -> None:
     found = ranked([unknown, small, follows, *causes], 3, lambda cause: 3.0 if cause.id == "position-offset" else None)
     assert [(one.id, one.effect) for one in found] == [("gelu-variant", 4.0), ("position-offset", 3.0), ("rmsnorm", 0.1)]
     assert [one.id for one in ranked([unknown, small], 3)] == ["rmsnorm", "position-offset"]
+
+
+def test_only_what_all_blocks_have_is_named_for_all() -> None:
+    """A fault in two of three blocks, said of all, would have a right block changed."""
+    norms = tuple(Place(n, "ln_1") for n in range(3))
+    assert (collapsed(norms[1:], 3), collapsed(norms, 3)) == (norms[1:], (Place(EVERY, "ln_1"),))
 
 
 def test_every_cause_has_a_fix_of_one_line() -> None:

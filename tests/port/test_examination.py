@@ -196,6 +196,7 @@ SIDE_BY_SIDE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], set[str]]] 
     "the feed-forward first": (lambda b, x: (y := x + b.mlp(b.ln_2(x))) + b.attn(b.ln_1(y)), {"layer-order"}),
     "dropped": (lambda b, x: x + b.mlp(b.ln_2(x)), {"residual-missing"}),
     "one norm, in turn": (lambda b, x: (y := x + b.attn(b.ln_1(x))) + b.mlp(b.ln_1(y)), {"norms-swapped"}),
+    "the other norm": (lambda b, x: x + b.mlp(y := b.ln_2(x)) + b.attn(y), {"parallel-block", "norms-swapped"}),
 }
 
 

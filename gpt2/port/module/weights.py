@@ -220,13 +220,13 @@ class WeightComparison:
         place = piece.place
         if other.name == place.name:
             self._exchanged.setdefault(other.name, []).append((piece, other))
-            return
-        if place.layer is not None and other.layer == place.layer and {place.stem, other.stem} == {"ln_1", "ln_2"}:
-            if place.layer not in self.own.parallel or self.own.names[place.name] != self.own.names.get(other.name):
-                self._lent.setdefault(place.layer, []).append((piece, other))  # else one norm is read by both branches
-            return
-        kind, words = f"another tensor: {other.pattern}", f"holds the checkpoint's {other}"
-        self._add("wrong-tensor", words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)
+        elif place.layer is not None and other.layer == place.layer and {place.stem, other.stem} == {"ln_1", "ln_2"}:
+            one = place.layer in self.own.parallel and self.own.names[place.name] == self.own.names.get(other.name)
+            if not one or place.stem == "ln_1":  # else both branches read one norm, which holds ln_1's values
+                self._lent.setdefault(place.layer, []).append((piece, other))
+        else:
+            kind, words = f"another tensor: {other.pattern}", f"holds the checkpoint's {other}"
+            self._add("wrong-tensor", words, self._holder_evidence(piece, other), place, called=piece.called, kind=kind)
 
     def _lent_norms(self) -> None:
         """Add one cause for the norms of a block that hold each other's weights, or for the one that holds the other's."""
