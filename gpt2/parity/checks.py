@@ -176,8 +176,8 @@ class Subject:
 
     @property
     def bytes(self) -> int:
-        """What the model takes in float64."""
-        return 8 * self.config.num_parameters()
+        """What the model and its logits of a whole context take in float64: a narrow model has more in its logits."""
+        return 8 * (self.config.num_parameters() + self.config.vocab_size * self.config.n_positions)
 
     @property
     def adapted(self) -> frozenset[str]:

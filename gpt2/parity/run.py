@@ -152,9 +152,7 @@ def _compare(subject: Subject) -> None:
     checks.embeddings(subject)
     findings.settle("adapter")
     for stage in (forward,) if findings.quick else (forward, gradients, rounded_gradients):
-        give_back_freed_memory(
-            subject.bytes
-        )  # each stage has tensors of other sizes, which do not fit the holes of the one before
+        give_back_freed_memory(subject.bytes)  # a stage's tensors have other sizes, and do not fit the holes of the one before
         _decide(stage, subject)
 
 

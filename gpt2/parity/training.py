@@ -51,13 +51,14 @@ class Step:
 Errors = defaultdict[str, tuple[list[float], ...]]  # of a parameter in each sequence: ours, transformers', apart, noisy
 NOTHING = Step(-1, -1, {}, {})  # where a walk has ended, and before its backward pass
 Walk = Callable[[Callable[[Step], None]], None]
+Streams = Callable[[Receive], AbstractContextManager[Streamed]]
 
 
-def _backward(model: nn.Module, sequences: Tensor, streamed: Callable[[Receive], AbstractContextManager[Streamed]]) -> Walk:
+def _backward(subject: Subject, model: nn.Module, sequences: Tensor, streamed: Streams) -> Walk:
     """Return a walk through the backward pass of each sequence's mean loss, summed over the (B, T + 1) ``sequences``."""
 
     def give_back(_: Tensor | None = None) -> None:
-        give_back_freed_memory(sum(p.nbytes for p in model.parameters()))
+        give_back_freed_memory(subject.bytes)
 
     def walk(emit: Callable[[Step], None]) -> None:
         with streamed(lambda *block: emit(Step(*block))) as context:
@@ -144,7 +145,7 @@ def gradients(subject: Subject) -> None:
     findings, sequences = subject.findings, subject.probe.long
     models = {"transformers": subject.reference, "ours": subject.ours}
     runs = {model: partial(subject.exactly, model, f"float64: gradients, {name}") for name, model in models.items()}
-    walks = [_backward(model, sequences, run) for model, run in runs.items()]
+    walks = [_backward(subject, model, sequences, run) for model, run in runs.items()]
     theirs, own = (_Optimizer(sequences[:, :-1].unique(), torch.float64) for _ in models)
     worst, compared = dict[str, float](), set[str]()
     with closing(lockstep(*walks)) as steps:
@@ -188,14 +189,15 @@ def _round(subject: Subject, sequences: Tensor, errors: Errors, last: bool) -> N
     """Add the points that these sequences decide, the ``last`` ones all; the errors of the others stay in ``errors``."""
     findings, label, undecided = subject.findings, dtype_label(subject.dtype), set(errors)
     exact = partial(subject.exactly, subject.reference, "float64: gradients of short sequences, transformers")
-    walks = [_backward(subject.reference, sequences, exact)]
+    walks = [_backward(subject, subject.reference, sequences, exact)]
     models = {"ours": subject.ours_rounded, "transformers": subject.reference_rounded}
     for name, model in models.items():
-        walks.append(_backward(model, sequences, partial(subject.rounded, model, f"{label}: gradients, {name}")))
+        walks.append(_backward(subject, model, sequences, partial(subject.rounded, model, f"{label}: gradients, {name}")))
     for number in range(subject.draws):
         models[f"noisy {number}"] = noisy = subject.noisy()
         seed = 2 + 2 * number + last
-        walks.append(_backward(noisy, sequences, partial(subject.noisily, noisy, "float64: gradients of short sequences", seed)))
+        noisily = partial(subject.noisily, noisy, "float64: gradients of short sequences", seed)
+        walks.append(_backward(subject, noisy, sequences, noisily))
     ids = sequences[:, :-1].unique()
     optimizers = [_Optimizer(ids, torch.float64), *(_Optimizer(ids, subject.dtype) for _ in models)]
 
