@@ -55,7 +55,12 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
     }.items():
         with pytest.raises(TypeError, match=says):  # it named a private class
             gpt2.compare(**{wrong: 1})
+    model = gpt2.load(name=ASSET, offline=0, device=torch.device("cpu"))  # which it took by position alone
     for function, wrong, says in (
+        *(
+            (gpt2.compare, {"a": model, "b": model, **each}, "no effect on models in memory")
+            for each in ({"dtype": "bfloat16"}, {"device": "meta"})
+        ),
         (gpt2.verify, {"seed": None}, "verify: seed is None; give a whole number"),
         (gpt2.compare, {"tokens": "x"}, "compare: tokens is 'x'; give a whole number or None"),
         (gpt2.trace, {"gradients": "no"}, "trace: gradients is 'no'; give True or False"),
@@ -67,7 +72,6 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
         (gpt2.verify_device, {"progress": "x"}, "verify_device: progress is 'x'; give a function"),
     ):
         assert says in refusal(function, **wrong)
-    model = gpt2.load(name=ASSET, offline=0, device=torch.device("cpu"))  # which it took by position alone
     assert gpt2.trace(name=ASSET, device=torch.device("cpu"), tokens=torch.tensor(4), gradients=1).model == str(ASSET)
     assert gpt2.compare(model, b=ASSET, device=torch.device("cpu"), offline=0, tokens=4, on=ASSET / "README.md").text.name
     assert len(gpt2.generate(model, [1], max_new_tokens=np.int64(2), use_cache=0, temperature=torch.tensor(1.0))) == 3

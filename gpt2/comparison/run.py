@@ -71,6 +71,8 @@ def compare_named(given: Sequence[Given], settings: Settings) -> Comparison | Co
     for each in changed(settings, "threshold", "blame", "save", "cases") if len(models) > 2 else ():
         run = "; a run's folder is all its checkpoints, RUN/best the best one" if len(models) > len(known) else ""
         raise InputError(f"{each.name} is for two models, and these are {len(models)}; leave it or the other models out{run}")
+    for each in changed(settings, "dtype", "device") if all(isinstance(model, GPT2) for model in known) else ():
+        raise InputError(f"{each.name} has no effect on models in memory, which are compared as they are; leave it out")
     return compare_sides(models, settings)
 
 
