@@ -54,7 +54,8 @@ class GenerateSettings(ModelSettings):
     samples: int = option("continue the prompt N times, in one batch", "N", 1, least=1)
     seed: int | None = seed_option("seeds the sampling, so that it can be repeated", default=None)
     draft: str | None = option(DRAFT, "MODEL")
-    WITHOUT_EFFECT: ClassVar = {"chat": ("samples", "special")}  # one answer to each question, which is ordinary text
+    # --chat gives one answer to each question, which is ordinary text
+    WITHOUT_EFFECT: ClassVar = {"chat": ("samples", "special"), "draft": ("repetition_penalty",)}
 
 
 def run(args: GenerateSettings) -> int:

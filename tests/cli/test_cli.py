@@ -107,6 +107,7 @@ MISTAKES = [
     ("generate --prompt x --samples 1000000000", "1,000,000,000 samples: their keys and values need about"),
     ("explore --port 99999", "--port 99999: a port is 0 .. 65535; choose another"),
     ("export shakespeare-mini ''", "DIR is empty; give a path"),
+    ("generate --draft file --repetition-penalty 2", "--repetition-penalty has no effect with --draft"),  # was behind the prompt
 ]
 
 
