@@ -73,6 +73,8 @@ BAD = {
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),
     "empty": ({"ids": IDS[:, :0], "logits": LOGITS}, "has shape (2, 0)"),
     "words": ({"ids": IDS, "logits": np.array(["a"])}, "holds <U1 values; save numbers"),
+    "bytes": ({"ids": IDS, "logits": np.zeros(3, "V4")}, "holds |V4 values; save numbers"),
+    "fields": ({"ids": IDS, "logits": np.zeros(3, "f2,")}, "holds [('f0', '<f2')] values; save numbers"),
 }
 
 

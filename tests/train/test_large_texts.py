@@ -37,7 +37,7 @@ def read(recipe: Recipe, large: int, how: str = "fork") -> Corpus:
     """The corpus, from token files if the text has more than ``large`` bytes. Processes that import nothing begin at once."""
     context = multiprocessing.get_context(how)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(multiprocessing, "get_context", lambda _: context)
+        patch.setattr(multiprocessing, "get_context", lambda asked: context if asked == "spawn" else pytest.fail(asked))
         patch.setattr(token_files, "LARGE", large)
         patch.setattr(token_files, "GROUP", 3000)
         patch.setattr(token_files, "SAVE_EVERY", 2)
