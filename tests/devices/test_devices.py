@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -241,10 +242,7 @@ def test_a_report_names_the_device_that_was_used() -> None:
 def test_a_full_gpu_is_one_line(error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A model that does not fit the GPU is the user's to choose smaller, not a traceback from inside torch."""
 
-    def full(*args, **kwargs):
-        raise error
-
-    monkeypatch.setattr("gpt2.checkpoint.loading.load", full)
+    monkeypatch.setattr("gpt2.checkpoint.loading.load", Mock(side_effect=error))
     assert main(["generate", "--prompt", "x"]) == 2
     assert capsys.readouterr().err == "gpt2 generate: not enough memory for this; choose a smaller model, batch or context\n"
 
