@@ -149,6 +149,7 @@ def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
 
 GROUPS = "groups = [{'params': [p], 'weight_decay': 0.1 * %s} for name, p in model.named_parameters()]"
 ALL = "F.cross_entropy(logits, targets, reduction='none')"
+TWO = "groups = [{'params': [p for p in params if (p.ndim > 1) is on], 'weight_decay': 0.1 * on} for on in (True, False)]"
 HALF = "model.forward = torch.autocast('cpu', torch.float16)(model.forward)"
 SECOND = "torch.optim.AdamW(groups[:1], lr, (b1, b2))"
 PARTS = "(loss / grad_accum).backward(); "
@@ -219,6 +220,7 @@ IDS = [meaning.ids[0] for meaning in MEANINGS.values()]
 ALONE = [word for n, (word, id) in enumerate(zip(MEANINGS, IDS, strict=True)) if id in IDS[:n] or id not in HEALED]  # not healed
 EXAMINED: dict[tuple[type, int], tuple[Diagnosis, WeightMap | None]] = {}
 # Steps of strangers: the kind, the lines, and all causes that are named; None: the update is left open, and nothing named.
+TENFOLD = "for group in optimizer.param_groups: group['lr'] = 1e-2"
 ZERO, FUSED = "model.zero_grad()", "torch.optim.AdamW(groups, lr, (b1, b2), fused=True)"
 FLAT = {
     "prepare": "flat = torch.cat([p.detach().flatten() for p in model.parameters()])", "zero": ZERO, "rate": "pass",
@@ -248,6 +250,11 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "one moment corrected": ("hand", {"adam": "p -= lr * m / ((v / (1 - b2**t)).sqrt() + 1e-8)"}, "bias-correction-missing"),
     "steps not counted": ("hand", {"adam": "p -= lr * m / (1 - b1) / ((v / (1 - b2)).sqrt() + 1e-8)"}, "bias-correction-step"),
     "half a direction": ("hand", {"adam": "p -= lr * 0.5 * direction"}, "rate-wrong"),
+    "one group scheduled": ("", {"groups": TWO, "rate": "optimizer.param_groups[0]['lr'] = rate(step)"}, "schedule-wrong"),
+    "rate and decay": ("flat", {"groups": GROUPS % "0.1 * (p.ndim > 1)", "rate": TENFOLD}, "rate-wrong decay-wrong"),
+    "Adagrad, unclipped": ("", {"optimizer": "torch.optim.Adagrad(groups, lr)", "clip": "pass"}, "clip-missing"),
+    "some by SGD": ("hand", {"adam": "p -= lr * (direction if p.ndim > 1 else p.grad)"}, "optimizer-sgd"),
+    "decay unscheduled": ("hand", {"decay": "p -= 1e-3 * weight_decay * p"}, "decay-wrong"),
     "climbs": ("", {"optimizer": FUSED.replace("fused", "maximize")}, "rate-wrong"),
     "clipped after each of four": ("four", {"backward": PARTS + LINES["clip"]}, "clip-before-accumulation"),
     "rolled and shifted": ("", {"loss": ROLLED}, "labels-shifted-twice last-token-in-loss"),

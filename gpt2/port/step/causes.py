@@ -72,10 +72,7 @@ FIXES = {id: fix for rows in _TABLE.values() for fix, ids in rows.items() for id
 
 @dataclass
 class StepFindings:
-    """What the comparison of the stages of one step gave.
-
-    ``places``: the checkpoint's names for parameters, in words. ``errors``: of stages; ``unknown``: those left unexplained.
-    """
+    """What the stages of a step gave: ``errors`` of stages, those that are ``unknown``; ``places``: names."""
 
     places: Callable[[Collection[str]], tuple[Place, ...]]
     causes: list[Cause] = field(default_factory=list)

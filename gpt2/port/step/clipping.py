@@ -70,11 +70,7 @@ class Clip:
 
 
 def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
-    """Return what happens to the gradients of several sessions, by the way that explains them best.
-
-    The limit of each way is the largest measure of what was used and is not as it was. What gradients are always multiplied by is
-    read from the last session, whose gradients are so small that no clipping bites.
-    """
+    """Return what happens to gradients, by the way that explains them best; nothing bites in the last session, whose are tiny."""
     groups = [kept for session in sessions if (kept := [pair for pair in map(_both, session) if pair[0]])]
     if not groups:
         return Clip()

@@ -18,7 +18,7 @@ from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, jud
 from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss
 from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.updates import StepMoves
+from gpt2.port.step.updates import FITS, StepMoves
 from gpt2.port.step.watching import Watched
 from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
@@ -114,7 +114,12 @@ class StepExamination:
         self.clip = read_clipping(updates)
         if moves.fits:
             moves.judge()
-        judge_clipping(findings, self.clip, None if moves.unknown and not self.clip.kind else self.settings.clip)
+        seen = any(one.error <= FITS for one in moves.known.values()) or any(call.by_optimizer for call in self.calls)
+        if seen or not moves.unknown or self.clip.kind or self.clip.odd:  # the gradient is used as it is seen
+            judge_clipping(findings, self.clip, self.settings.clip)
+        elif moves.odd and self.settings.clip:
+            words = f"norms up to {self.clip.largest:.3g} are not seen to be clipped, but may be where they are used"
+            findings.leave_open("clip", words)
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
         known = bool(moves.fits) and not moves.odd
         silent = sum(not (call.updates if known else call.changes) for call in self.calls)

@@ -29,10 +29,7 @@ MANY = 30e6  # parameters; above it memory is given back after each call
 
 
 def random_batch(config: GPT2Config, settings: StepSettings, seed: int, *, padded: bool) -> StepBatch:
-    """Return random ids of the size that the settings say, distinct within a row where the vocabulary allows.
-
-    Each id that people take for padding is among them. ``padded``: the last targets are ignored, in each row another number.
-    """
+    """Return random ids, distinct within a row if possible, with all usual paddings; ``padded``: the last targets are ignored."""
     vocabulary, parts = config.vocab_size, settings.grad_accum or 1
     rows = settings.batch_size or max(4, 2 * parts)
     budget = max(2 * rows, int(MAX_WORK / config.num_parameters()))
@@ -87,10 +84,7 @@ class StepSubject:
     def session(
         self, batches: Sequence[StepBatch], names: Collection[str] = (), factor: float = 1.0, *, as_written: bool = False
     ) -> Session:
-        """Call a new step on each batch, in float64 and without dropout, or ``as_written``; return what was seen.
-
-        The weights are the module's, those of ``names`` times ``factor``. Raises InputError: it fails, or returns no number.
-        """
+        """Call a step on batches, in float64 without dropout or ``as_written``; ``factor`` multiplies weights of ``names``."""
         try:
             return self._session(batches, names, factor, as_written)
         except StepError:

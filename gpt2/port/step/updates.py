@@ -31,7 +31,7 @@ ROUNDED = 1e-4  # the same, where the author keeps moments or constants in float
 CLOSE = 1e-4  # relative difference of constants, or of rates, that are meant to be equal
 BETTER = 30  # times smaller is the error of a rarer rule that is preferred
 NOISE = 8  # standard errors of a decay, of which a smaller one is none
-FEW = 3  # parameters by no known rule, after which no other is searched for
+FEW = 2  # parameters of one role by no known rule, after which no other is searched for
 PART = 192  # entries of each parameter that the search uses
 BETAS1 = (0.9, 0.95, 0.8, 0.99, 0.0, 0.999, 0.98, 0.5)
 BETAS2 = (0.999, 0.95, 0.99, 0.9, 0.98, 0.995, 0.8)
@@ -117,10 +117,7 @@ def _averaged(moments: Array, beta: float, lost: bool) -> Array:
 
 @dataclass(frozen=True)
 class RuleFit:
-    """A rule on one parameter: its rates and decays by step (K,), NaN where unknown, and the error relative to the changes.
-
-    ``doubts``: how much each rate may be off because the parameter is rounded; much, where its gradient is nearly zero.
-    """
+    """A rule on one parameter: rates and decays (K,), NaN if unknown, relative error; ``doubts``: of each rate, by rounding."""
 
     rule: Rule
     rates: Array
@@ -224,15 +221,13 @@ def tracks_of(updates: Sequence[Update], names: Collection[str]) -> dict[str, Tr
 
 
 class StepMoves:
-    """The rule and the fit of each parameter that moves in the first session; ``odd``: those that no rule explains.
-
-    ``kept``: moments go on from one session to the next. :meth:`judge` adds the causes to ``findings``.
-    """
+    """The rule and fit of each parameter that moves; ``odd``: without a rule. ``kept``: moments go on from session to session."""
 
     def __init__(
         self, findings: StepFindings, sessions: Sequence[Sequence[Watched]], settings: StepSettings, roles: Mapping[str, str]
     ) -> None:
         self.findings, self.settings, self.roles = findings, settings, roles
+        self.by_optimizer = any(call.by_optimizer for call in sessions[0])
         self.calls = np.array([number for number, call in enumerate(sessions[0]) for _ in call.updates])
         first, *later = ([update for call in calls for update in call.updates] for calls in sessions)
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
@@ -261,7 +256,8 @@ class StepMoves:
             rules = dict.fromkeys([self.rule, *(one.rule for one in self.known.values())])
             decays = (0.0, self.settings.weight_decay or 0.0)
             found += [fit(track, one) for rule in rules for one in (rule, *(replace(rule, coupled=decay) for decay in decays))]
-        if self.error <= ROUNDED < min(one.error for one in found) and len(self.odd) < FEW:
+        alike = sum(self.roles[one] == self.roles[name] for one in self.odd)
+        if self.error <= ROUNDED < min(one.error for one in found) and alike < FEW:
             found.append(fit(track, recognised_rule([track], self.settings)[0]))
         self.fits[name] = best = min(found, key=lambda one: one.error * (1 if one.rule == self.rule else BETTER))
         self.odd += [name] * (best.error > (ROUNDED if self.error > FITS else FITS))
@@ -281,20 +277,22 @@ class StepMoves:
             tracks = later
 
     def _compare_rates(self) -> None:
-        """Set ``rates`` (K,), those of most parameters without decay, ``factors`` of others, and if these are ``steady``."""
+        """Set ``rates`` (K,), those of most parameters without decay, ``factors`` of others, and ``loose``: if they vary."""
         fits = list(self.known.values())
         plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
         self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
-        self.factors, self.steady, wanted = dict[str, float](), True, self.settings.weight_decay
+        self.factors, self.loose, wanted = dict[str, float](), list[str](), self.settings.weight_decay
         self.expected = np.array([self.settings.rate(call) if self.settings.lr is not None else math.nan for call in self.calls])
-        decays = [one.decays for one in fits if one.decay and not one.rule.coupled]
-        self.decays_right = bool(decays and wanted) and _same(np.nanmedian(decays, axis=0), (wanted or 0) * self.expected)
+        own = [one for one in fits if one.decay and not one.rule.coupled and wanted and not self.by_optimizer]
+        decays, rates = (np.nanmedian([getattr(one, kind) for one in own] or [[0]], axis=0) for kind in ("decays", "rates"))
+        wrong = bool(own) and not _same(rates, self.expected)  # torch's optimizers multiply both by one rate
+        self.decays_right = wrong and _same(decays, (wanted or 0) * self.expected)
         for name, one in self.known.items():
             live = np.abs(self.rates) > 100 * one.doubts
             factors = one.rates[live] / self.rates[live] if live.any() else np.ones(1)
-            if abs(float(np.median(factors)) - 1) > 0.01:
+            if np.abs(factors - 1).max() > 0.01:
                 self.factors[name] = float(np.median(factors))
-                self.steady &= spread(factors) < 0.01
+                self.loose += [name] * (spread(factors) >= 0.01)
 
     def judge(self) -> None:
         """Add the causes in how parameters move."""
@@ -318,6 +316,8 @@ class StepMoves:
                 self._add(id, words.format(eps=rule.eps))
         self._constants(rule)
         self._rates()
+        if others := [name for name, one in self.known.items() if one.rule.kind == "sgd"]:
+            self._add("optimizer-sgd", "these go by SGD, unlike the others", others)
         values = {name: decay for name, one in self.known.items() if (decay := one.decay) is not None}
         if coupled := [name for name in values if self.fits[name].rule.coupled]:
             how = "is added to the gradient, and so divided by the root of its second moment"
@@ -355,32 +355,38 @@ class StepMoves:
 
     def _rates(self) -> None:
         settings, rates, expected = self.settings, self.rates, self.expected
-        if self.factors:
-            least, most = (pick(self.factors.values()) for pick in (min, max))
+        where: str | list[str] = "optimizer"
+        if steady := {name: factor for name, factor in self.factors.items() if name not in self.loose}:
+            least, most = (pick(steady.values()) for pick in (min, max))
             times = f"{least:.4g}" + f" to {most:.4g}" * (most - least > 0.01) + " times that of the others"
-            id = "parameter-twice" if least > 1.98 and most < 2.02 else "rate-wrong" if self.steady else "optimizer-other"
-            words = f"the rate of these parameters is {times}" + ", and changes from step to step" * (not self.steady)
-            self._add(id, words, list(self.factors))
-            if not self.steady:  # then the others' are no schedule
-                return
+            id = "parameter-twice" if least > 1.98 and most < 2.02 else "rate-wrong"
+            self._add(id, f"the rate of these parameters is {times}", list(steady))
+        own = [self.known[name].rates for name in self.loose]
+        if not all(_same(one, own[0]) for one in own):
+            self._add("optimizer-other", "the rates of these change from step to step, each in its own way", self.loose)
+            return  # the others' are no schedule
+        if own and settings.scheduled and _same(own[0], expected):
+            where = [name for name in self.known if name not in self.factors]
+        elif own:
+            self._add("schedule-wrong", f"a rate of {_listed(own[0])}, where that of the others is {_listed(rates)}", self.loose)
         if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled or self.decays_right):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
         shifted = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (1, -1))
-        said = f"a rate of {_listed(rates)}, not {_listed(expected)}"
+        said = f"a rate of {_listed(rates)}, not {_listed(expected)}" + "; the decay is right as it is" * self.decays_right
         if _same(rates, expected):
             return
         apart = rates[expected != 0] / expected[expected != 0]
-        if self.decays_right and spread(apart) > CLOSE:
+        if self.decays_right and min(spread(apart), spread(rates)) > CLOSE:
             words = f"the decay is of the right rate, and the rest {_listed(apart)} times what it should be"
             self._add("bias-correction-step", words)
         elif which := [words for words, one in zip(("after", "before"), shifted, strict=True) if _same(rates, one)]:
-            self._add("schedule-step", f"the rate of each step is that of the one {which[0]}: {_listed(rates)}")
+            self._add("schedule-step", f"the rate of each step is that of the one {which[0]}: {_listed(rates)}", where)
         elif expected.any() and spread(apart) <= CLOSE:
             fix = f'for group in optimizer.param_groups: group["lr"] = {expected[0]:g}' if spread(expected) <= CLOSE else ""
-            self._add("rate-wrong", said, fix=fix)
+            self._add("rate-wrong", said, where, fix)
         else:
-            self._add("schedule-wrong", said)
+            self._add("schedule-wrong", said, where)
 
     def _decays(self, values: dict[str, float], wanted: float | None, coupled: bool) -> None:
         """Add the causes in the decays of parameters: which of them decay, by how much, and how."""
@@ -417,6 +423,11 @@ class StepMoves:
             return
         if not wanted or abs(value / wanted - 1) > (1e-2 if coupled else 1e-3):
             self._add("decay-wrong", f"a decay of {value:.4g}, not {wanted:g}", names)
+        elif not coupled:
+            own = np.median([self.fits[name].rates for name in names], axis=0)
+            live = (np.abs(own) > 0.01 * np.abs(own).max()) & (raw != 0)
+            if live.any() and spread(np.abs(raw[live] / own[live])) > 0.05:
+                self._add("decay-wrong", f"a decay of {value:.4g} in most steps, but not in each", names)
 
 
 def _listed(rates: Array) -> str:

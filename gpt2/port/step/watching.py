@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.function import BackwardCFunction
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
@@ -63,10 +64,7 @@ def summed(gradients: Iterable[Gradient]) -> Gradient:
 
 @dataclass(frozen=True)
 class Update:
-    """One update of the parameters: their values before and after, and the gradient that it used.
-
-    ``held``: ``.grad`` after the last backward pass before it, if the update used that. ``backwards``: those before it.
-    """
+    """One update: values before and after, the gradient that it used, and ``held``: ``.grad`` after the last of ``backwards``."""
 
     before: Samples = field(default_factory=dict)
     after: Samples = field(default_factory=dict)
@@ -107,6 +105,7 @@ class Watched:
     forwards: list[Forward] = field(default_factory=list)
     backwards: list[Gradient] = field(default_factory=list)  # what arrived at each parameter in each backward pass
     updates: list[Update] = field(default_factory=list)
+    by_optimizer: bool = False  # one of torch's updated them
     by_hand: set[str] = field(default_factory=set)  # ``torch.autograd.Function``s whose backward pass somebody wrote
     rounds: float = 0.0  # the relative rounding of the numbers that are computed, beyond float64's
     half: bool = False  # the loss was computed from logits in half precision
@@ -152,10 +151,7 @@ class Sampler:
 
 
 class Watch(DeterministicMode):
-    """While entered, notes writes to the module's parameters; with its hooks, all of :class:`Watched`.
-
-    Casts of single numbers are always carried out, as a GradScaler needs them; others from float64 only with ``keep_casts``.
-    """
+    """While entered, notes all of :class:`Watched`; casts are carried out of single numbers, and others by ``keep_casts``."""
 
     def __init__(self, module: nn.Module, sampler: Sampler, vocabulary: int, *, keep_casts: bool, as_written: bool) -> None:
         super().__init__(keep_casts=keep_casts, keep_random=as_written)
@@ -179,6 +175,7 @@ class Watch(DeterministicMode):
         for parameter, name in ((self.sampler.parameters[name], name) for name in self.seen.trains):
             self._handles.append(parameter.register_hook(partial(self._arrived, name)))
             self._handles.append(parameter.register_post_accumulate_grad_hook(partial(self._holds, name)))
+        self._handles.append(register_optimizer_step_pre_hook(self._steps))
         self._start, self.seen.start = self.sampler.values(), self.sampler.gradients()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -242,11 +239,7 @@ class Watch(DeterministicMode):
             self._open = None
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
-        """Note what arrives at a parameter.
-
-        A backward pass is a new one if something has arrived there in the last, or if parameters were updated since then; but
-        hooks of the author's may update them within a backward pass.
-        """
+        """Note what arrives at a parameter; after an update (unless by a hook), or if it had some, in a new backward pass."""
         task, backwards = torch._C._current_graph_task_id(), self.seen.backwards
         if not backwards or name in backwards[-1] or (self._open is not None and task != self._task):
             self._close()
@@ -267,6 +260,10 @@ class Watch(DeterministicMode):
             return self.sampler.gradient(name, gradient.detach())
         finally:
             del guard
+
+    def _steps(self, optimizer: Any, *_: Any) -> None:
+        own, known = set(map(id, self.sampler.parameters.values())), type(optimizer).__module__.startswith("torch.optim.")
+        self.seen.by_optimizer |= known and any(id(p) in own for group in optimizer.param_groups for p in group["params"])
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         ids = next((t for t in tensors((args, kwargs)) if not t.is_floating_point() and t.ndim == 2), None)
