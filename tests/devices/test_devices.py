@@ -29,9 +29,9 @@ from gpt2.devices.run import DeviceReport, verify_device
 from gpt2.measure.environment import environment
 from gpt2.measure.metrics import silent
 from gpt2.measure.placement import missing_kernel, placed
+from gpt2.measure.replay import Replay
 from gpt2.measure.rounding import coarser_arithmetics
 
-MODEL = "shakespeare-mini"
 DTYPES = {"float32", "bfloat16", "float16"}
 
 
@@ -119,6 +119,14 @@ def test_equal_numbers_have_equal_errors_in_16_bits(dtype: torch.dtype) -> None:
     assert [verdict.arithmetic for verdict in found.worst.values()] == [verdict.dtype for verdict in found.worst.values()]
 
 
+def test_a_call_that_takes_a_list_is_repeated() -> None:
+    """torch.cat and torch.stack take lists: without them a call is not seen, or is repeated on the wrong memory."""
+    calls, one = [], torch.ones(1).double()
+    with Replay(gpt2.load(), torch.float32, lambda *call: calls.append(call)):
+        torch.cat([one, one])
+    assert [run(2 * one)[0].tolist() for _, _, run, _ in calls] == [[2, 2]]
+
+
 def test_what_only_the_whole_model_shows_is_named(tiny: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Operators that are right one by one may be wrong one after another; then the first traced point must be named."""
 
@@ -195,7 +203,7 @@ def test_verify_takes_a_device_and_a_dtype(shallow: str, capsys: pytest.CaptureF
     """What has no effect with a device must be refused; and float64 is what the others are compared with."""
     report = gpt2.verify(f"{shallow}:bf16", device="cpu")
     assert (report.verdict, {each.dtype for each in report.verdicts}) == ("right", {"bfloat16"})
-    for unused in ({"quick": True}, {"dtype": "bfloat16"}, {"build": lambda path, dtype: gpt2.load(MODEL)}):
+    for unused in ({"quick": True}, {"dtype": "bfloat16"}, {"build": lambda path, dtype: gpt2.load()}):
         assert "leave the others out" in refusal(gpt2.verify, shallow, device="cpu", **unused)
     assert main(["verify", f"{shallow}:fp64", "--device", "cpu"]) == 2
     assert "judged in float32, bfloat16 or float16" in capsys.readouterr().err
@@ -226,7 +234,7 @@ def test_mps_is_not_asked_for_float64() -> None:
 
 def test_a_report_names_the_device_that_was_used() -> None:
     """Figures of a GPU were reported under "cpu"; the meta device stands for one."""
-    sides = [replace(CheckpointSide.open(MODEL), device=torch.device(device)) for device in ("cpu", "meta")]
+    sides = [replace(CheckpointSide.open("shakespeare-mini"), device=torch.device(device)) for device in ("cpu", "meta")]
     assert [environment_of([side]).device for side in sides] == ["cpu", "meta"]
     assert Bench("gpt2", 1, "float32", 5, (), machine(), "cuda:1 (H100)").table().splitlines()[1] == "cuda:1 (H100)"
 
@@ -259,9 +267,8 @@ def test_the_check_of_a_gpu_runs_through_on_the_cpu(tmp_path: Path) -> None:
     """It must be complete before a GPU is seen: a script that fails there costs the only hour with one."""
     script = Path(__file__).parents[2] / "tools" / "check_gpu.py"
     tiny = write_checkpoint(tmp_path / "model", n_positions=1024)
-    options = ["--device", "cpu", "--model", str(tiny), "--pairs", "1", "--out", str(tmp_path / "found")]
-    command = [sys.executable, str(script), *options]
-    run = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    options = "--device", "cpu", "--model", str(tiny), "--pairs", "1", "--out", str(tmp_path / "found")
+    run = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     body = json.loads((tmp_path / "found.json").read_text())
     assert body["ok"]
