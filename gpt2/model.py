@@ -157,7 +157,7 @@ class GPT2(nn.Module):
 
     def __init__(self, config: GPT2Config, *, initialise: bool = True) -> None:
         super().__init__()
-        self.config = require_type("GPT2: config", config, GPT2Config)
+        self.config: GPT2Config = require_type("GPT2: config", config, GPT2Config)
         # Embedding's own constructor would fill the largest tensors with random numbers; from_pretrained does not.
         self.wte = nn.Embedding.from_pretrained(torch.empty(config.vocab_size, config.n_embd), freeze=False)
         self.wpe = nn.Embedding.from_pretrained(torch.empty(config.n_positions, config.n_embd), freeze=False)
