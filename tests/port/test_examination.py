@@ -237,7 +237,7 @@ def test_stacked_terms_are_summed_and_joined_units_are_not(model: gpt2.GPT2) -> 
 
     def layer(block: nn.Module, x: Tensor) -> Tensor:
         x = 2 * torch.stack([x, block.attn(block.ln_1(x))]).mean(0)
-        joined = torch.cat([x[..., :7] * 1.0, x[..., 7:] * 1.0], -1)
+        joined = torch.stack([one * 1.0 for one in x.unbind(-1)], -1)
         return x + block.mlp(block.ln_2(joined - joined.sum(-1, keepdim=True) / CONFIG.n_embd))
 
     def forward(ids: Tensor) -> Tensor:

@@ -232,7 +232,7 @@ class Graph:
                 self._next += storage.nbytes() // tensor.element_size()
             first = self._first_ids[storage._cdata]
             self.sources.append(Holder(name, _region(first, tensor), first, name in parameters))
-        self.tokens = self._next
+        self.tokens, self.count = self._next, ids.numel()
         self._starts = [0, self.tokens]  # the first id of the sources, of the tokens, and of each node
         self._dependences = [Dependence(False, True), Dependence(True, False)]
         self.write(ids, self._new(ids.shape))
