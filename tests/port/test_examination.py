@@ -233,10 +233,15 @@ def test_one_gain_of_a_norm_and_a_factor_behind_the_activation(model: gpt2.GPT2)
 
 
 def test_stacked_terms_are_summed_and_joined_units_are_not(model: gpt2.GPT2) -> None:
-    """Stacked embeddings were norms exchanged, a mean hid what follows it, and units that were joined ended in a traceback."""
+    """Stacked embeddings were norms exchanged, a mean hid what follows it, joined units ended in a traceback.
+    Scores of heads that were stacked are no terms either."""
+
+    def weigh(q: Tensor, k: Tensor) -> Tensor:
+        of = torch.stack([(one / math.sqrt(q.shape[-1])).exp().tril() for one in (q @ k.mT).unbind(1)], 1)
+        return of / of.sum(-1, keepdim=True)
 
     def layer(block: nn.Module, x: Tensor) -> Tensor:
-        x = 2 * torch.stack([x, block.attn(block.ln_1(x))]).mean(0)
+        x = 2 * torch.stack([x, attend(block, block.ln_1(x), weigh)]).mean(0)
         joined = torch.stack([one * 1.0 for one in x.unbind(-1)], -1)
         return x + block.mlp(block.ln_2(joined - joined.sum(-1, keepdim=True) / CONFIG.n_embd))
 
