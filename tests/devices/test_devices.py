@@ -46,9 +46,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 QUICK = ("TF32", "mask ignored", "ignored gradient")
-CASES = [
-    pytest.param(each, id=each.name, marks=() if each.name.startswith(QUICK) else pytest.mark.slow) for each in RIGHT + WRONG
-]
+CASES = [pytest.param(x, id=x.name, marks=() if x.name.startswith(QUICK) else pytest.mark.slow) for x in RIGHT + WRONG]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -265,10 +263,9 @@ def test_a_placed_model_takes_ids_to_its_device() -> None:
 @pytest.mark.slow
 def test_the_check_of_a_gpu_runs_through_on_the_cpu(tmp_path: Path) -> None:
     """It must be complete before a GPU is seen: a script that fails there costs the only hour with one."""
-    script = Path(__file__).parents[2] / "tools" / "check_gpu.py"
-    tiny = write_checkpoint(tmp_path / "model", n_positions=1024)
-    options = "--device", "cpu", "--model", str(tiny), "--pairs", "1", "--out", str(tmp_path / "found")
-    run = subprocess.run([sys.executable, str(script), *options], capture_output=True, text=True, cwd=tmp_path)
+    script, tiny = Path(__file__).parents[2] / "tools" / "check_gpu.py", write_checkpoint(tmp_path / "model", n_positions=1024)
+    options = "--device", "cpu", "--model", tiny, "--pairs", "1", "--out", tmp_path / "found"
+    run = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, cwd=tmp_path)
     assert run.returncode == 0, run.stdout + run.stderr[-2000:]
     body = json.loads((tmp_path / "found.json").read_text())
     assert body["ok"]

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -45,10 +44,10 @@ def test_steps_after_the_first_touch_hardly_a_new_page():
 def test_a_narrow_model_gives_back_its_logits(monkeypatch):
     """Parameters alone were counted: verify of tiny-gpt2, with 50,257 ids, took 40 % more memory."""
     trims = []
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trims.append))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: Mock(malloc_trim=trims.append))
     for vocab in (50_257, 61):
         config = GPT2Config(vocab_size=vocab, n_embd=2, n_head=1, bos_token_id=None, eos_token_id=None)
-        give_back_freed_memory(Subject.bytes.fget(SimpleNamespace(config=config)))
+        give_back_freed_memory(Subject.bytes.fget(Mock(config=config)))
     assert trims == [0]
 
 
