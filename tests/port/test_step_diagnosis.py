@@ -221,6 +221,7 @@ ALONE = [word for n, (word, id) in enumerate(zip(MEANINGS, IDS, strict=True)) if
 EXAMINED: dict[tuple[type, int], tuple[Diagnosis, WeightMap | None]] = {}
 # Steps of strangers: the kind, the lines, and all causes that are named; None: the update is left open, and nothing named.
 TENFOLD = "for group in optimizer.param_groups: group['lr'] = 1e-2"
+SINES = "direction.sin() if any(p is one for one in params[:3]) else"
 ZERO, FUSED = "model.zero_grad()", "torch.optim.AdamW(groups, lr, (b1, b2), fused=True)"
 FLAT = {
     "prepare": "flat = torch.cat([p.detach().flatten() for p in model.parameters()])", "zero": ZERO, "rate": "pass",
@@ -253,7 +254,7 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "one group scheduled": ("", {"groups": TWO, "rate": "optimizer.param_groups[0]['lr'] = rate(step)"}, "schedule-wrong"),
     "rate and decay": ("flat", {"groups": GROUPS % "0.1 * (p.ndim > 1)", "rate": TENFOLD}, "rate-wrong decay-wrong"),
     "Adagrad, unclipped": ("", {"optimizer": "torch.optim.Adagrad(groups, lr)", "clip": "pass"}, "clip-missing"),
-    "some by SGD": ("hand", {"adam": "p -= lr * (direction if p.ndim > 1 else p.grad)"}, "optimizer-sgd"),
+    "some by SGD": ("hand", {"adam": f"p -= lr * ({SINES} direction if p.ndim > 1 else p.grad)"}, "optimizer-sgd"),
     "decay unscheduled": ("hand", {"decay": "p -= 1e-3 * weight_decay * p"}, "decay-wrong"),
     "climbs": ("", {"optimizer": FUSED.replace("fused", "maximize")}, "rate-wrong"),
     "clipped after each of four": ("four", {"backward": PARTS + LINES["clip"]}, "clip-before-accumulation"),

@@ -355,20 +355,19 @@ class StepMoves:
 
     def _rates(self) -> None:
         settings, rates, expected = self.settings, self.rates, self.expected
-        where: str | list[str] = "optimizer"
         if steady := {name: factor for name, factor in self.factors.items() if name not in self.loose}:
             least, most = (pick(steady.values()) for pick in (min, max))
             times = f"{least:.4g}" + f" to {most:.4g}" * (most - least > 0.01) + " times that of the others"
             id = "parameter-twice" if least > 1.98 and most < 2.02 else "rate-wrong"
             self._add(id, f"the rate of these parameters is {times}", list(steady))
         own = [self.known[name].rates for name in self.loose]
-        if not all(_same(one, own[0]) for one in own):
+        if not (self.by_optimizer or all(_same(one, own[0]) for one in own)):
             self._add("optimizer-other", "the rates of these change from step to step, each in its own way", self.loose)
             return  # the others' are no schedule
-        if own and settings.scheduled and _same(own[0], expected):
-            where = [name for name in self.known if name not in self.factors]
-        elif own:
-            self._add("schedule-wrong", f"a rate of {_listed(own[0])}, where that of the others is {_listed(rates)}", self.loose)
+        if off := [name for name in self.loose if not (settings.scheduled and _same(self.known[name].rates, expected))]:
+            listed = _listed(self.known[off[0]].rates)
+            self._add("schedule-wrong", f"a rate of {listed}, where that of the others is {_listed(rates)}", off)
+        where: str | list[str] = [one for one in self.known if one not in self.factors] if len(off) < len(own) else "optimizer"
         if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled or self.decays_right):
             self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
             return
