@@ -101,6 +101,7 @@ BY_LLAMA_CPP = {
 }
 
 
+@pytest.mark.slow
 def test_gguf_is_what_llama_cpps_converter_writes() -> None:
     """Metadata that the converter does not write, or a tensor in another type, may break llama.cpp later."""
     model, tokenizer = model_of(CONVERTED, arithmetic(CONVERTED)), from_directory(openai_vocabulary()[0].parent)

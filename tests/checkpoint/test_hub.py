@@ -189,7 +189,7 @@ def test_every_refusal_is_one_line_that_says_what_to_do(hub: HubStandIn, tmp_pat
     assert "the Hub's settings cannot be used" in home["message"]
 
 
-@pytest.mark.parametrize("links", [True, False], ids=["links", "copies"])
+@pytest.mark.parametrize("links", [pytest.param(True, marks=pytest.mark.slow), False], ids=["links", "copies"])
 def test_other_bytes_are_refused_and_fetched_at_the_next_run(hub: HubStandIn, tmp_path: Path, links: bool) -> None:
     """The client accepts a flipped byte. Without links (Windows) the hash comes from the listing, not from a blob's name."""
     settings = {} if links else {"HF_HUB_DISABLE_SYMLINKS": "1"}
@@ -280,6 +280,7 @@ def test_a_complete_cache_that_is_read_only_serves_online(hub: HubStandIn, tmp_p
     assert asked(hub) == ["GET /api/models/org/name/revision/main"]
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer(hub: HubStandIn, tmp_path: Path) -> None:
     """A whole cache serves; else one line names ways out. The client waits for ever for a silent server."""
     (warm,) = resolve(hub, tmp_path / "warm", "org/name")

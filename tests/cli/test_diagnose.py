@@ -133,6 +133,7 @@ def test_a_step_that_never_ends_is_seen_to_run_and_is_ended(tmp_path: Path) -> N
     wait_until(lambda: not alive((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow
 def test_the_process_ends_with_the_command(tmp_path: Path) -> None:
     """After a job's time limit ended the command, its worker and a process of that kept running; its folder stayed."""
     (tmp_path / "port.py").write_text(

@@ -163,6 +163,7 @@ def classifiers(sides: tuple[str, str], tmp_path_factory: pytest.TempPathFactory
     return said
 
 
+@pytest.mark.slow
 def test_classifiers_are_compared_on_labelled_texts(classifiers: dict[str, list[str]], sides, text: str, tmp_path) -> None:
     """A classifier was compared as a language model without a word of its head, and labelled cases were refused."""
     (one, of_one), (two, of_two) = classifiers.items()

@@ -17,15 +17,12 @@ STEP = """
 import resource, sys
 import torch
 from gpt2.measure.allocator import keep_freed_memory
-
 def faults(work):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
 def step():
     [torch.zeros(10_000_000) for _ in range(3)]
-
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
     for _ in range(12):  # until the pool has the shape that the steps ask for; one in five heaps takes six

@@ -87,9 +87,10 @@ SWITCHES = [
     {"n_positions": 2, "layer_norm_epsilon": 1e-3},
     {},
 ]
+ROWS = [pytest.param(*row, marks=[pytest.mark.slow] * (n % 2)) for n, row in enumerate(zip(ACTIVATIONS, SWITCHES, strict=True))]
 
 
-@pytest.mark.parametrize(("activation", "switches"), [*zip(ACTIVATIONS, SWITCHES, strict=True)])
+@pytest.mark.parametrize(("activation", "switches"), ROWS)
 def test_every_switch_of_the_config_is_equal(tmp_path: Path, activation: str, switches: dict) -> None:
     """Cerebras' erf GELU and odd heads, stanford-crfm's scales: ports often get these dialects wrong."""
     changes = {"activation_function": activation, "n_inner": 100, "n_head": 3} | switches
@@ -554,7 +555,7 @@ def a_nanogpt_checkpoint(folder: Path) -> Path:
     return folder / "ckpt.pt"
 
 
-@pytest.mark.parametrize("write", [a_trainers_file, a_nanogpt_checkpoint])
+@pytest.mark.parametrize("write", [pytest.param(a_trainers_file, marks=pytest.mark.slow), a_nanogpt_checkpoint])
 def test_what_transformers_cannot_open_is_verified_all_the_same(tmp_path: Path, write: Callable[[Path], Path]) -> None:
     """transformers gets our tensors, the report says so, and a wrong loader is still refused."""
     name = str(write(tmp_path))

@@ -69,7 +69,8 @@ def test_ranks_score_the_windows_of_one(shared):
         assert sum(each.loss * each.tokens for each in parts) / whole.tokens == pytest.approx(whole.loss, rel=1e-6)
 
 
-@pytest.mark.parametrize(("first", "then", "how"), [(2, 1, "fsdp"), pytest.param(1, 3, "ddp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("first", "then", "how"), [(2, 1, "fsdp"), (1, 3, "ddp")])
 def test_saved_on_some_and_gone_on_with_on_others(shared, alone, tmp_path, first, then, how):
     """A checkpoint must resume on another number of processes: it must not hold one rank's slice or moments alone."""
     run = Run(replace(shared, parallel=how), tmp_path / "run", stop=5, by=first - 1)

@@ -307,6 +307,7 @@ def trained_and_killed(recipe: Recipe, run: Path, at: int) -> None:
     train(recipe, run)
 
 
+@pytest.mark.slow
 def test_killed_at_random_moments(recipe, tmp_path):
     """SIGKILL behind a step, or amid a checkpoint or an evaluation, at moments that the run counts: it must resume exactly."""
     long = replace(recipe, steps=45, eval_every=2, save_every=3)
