@@ -13,8 +13,12 @@ from gpt2.errors import CheckpointError, InputError, did_you_mean
 
 ACTIVATIONS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu", "quick_gelu", "relu", "silu", "swish", "tanh")
 # Other names that transformers reads for the same fields. A config with both must have equal values.
-ALIASES = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
-ALIASES |= {"max_position_embeddings": "n_positions"}
+ALIASES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+}
 # Sizes come from untrusted files. The largest GPT-2 has 48 layers; the tensor list of a billion layers would fill memory.
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 MAX_WHOLE, MAX_FLOAT = 2**63 - 1, sys.float_info.max

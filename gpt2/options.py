@@ -152,7 +152,7 @@ def _is_result(path: Path) -> bool:
         file.seek(max(0, path.stat().st_size - 300))
         ends += file.read()
     state = int.from_bytes(ends[:4], "little") == 20240327  # the beginning of llm.c's debug state
-    marks = b'"json_version"', b'"about"', b"about.json.npy", b"; img-src data:;"
+    marks = b'"json_version"', b'"about"', b"about.json.npy", b"; img-src data:;"  # JSON, .safetensors, .npz, a page
     return state or not ends or any(mark in ends for mark in marks)
 
 

@@ -182,7 +182,8 @@ def line_of(error: BaseException) -> str | None:
         return printable(str(InputError(said)), one_line=True)
     if isinstance(error, FileNotFoundError):  # without a name, as os.getcwd's is, but also that of some libraries
         with suppress(FileNotFoundError):
-            return os.getcwd() and None
+            os.getcwd()
+            return None
         return "the working folder has been deleted; change to another"
     return str(InputError(f"a library failed on these files ({error}); fetch or write them again")) if panicked(error) else None
 

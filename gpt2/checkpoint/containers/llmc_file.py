@@ -17,8 +17,13 @@ from gpt2.checkpoint.containers import Container, Damaged, Entry, MappedFile, Re
 from gpt2.checkpoint.keys import TABLE, template
 
 MODEL, STATE, TOKENIZER = 20240326, 20240327, 20240328  # magic numbers
-OTHER_FILES = {STATE: "llm.c's debug state, which holds gradients", TOKENIZER: "llm.c's tokenizer"}
-OTHER_FILES |= {20240520: "llm.c's file of tokens", 20240801: "llm.c's Llama 3", 20240803: "llm.c's Llama 3"}
+OTHER_FILES = {
+    STATE: "llm.c's debug state, which holds gradients",
+    TOKENIZER: "llm.c's tokenizer",
+    20240520: "llm.c's file of tokens",
+    20240801: "llm.c's Llama 3",
+    20240803: "llm.c's Llama 3",
+}
 HEADER = struct.Struct("<256i")
 PADDED_TO = 128  # the multiple of rows of the token embedding
 UNPADDED, FLOAT32, BFLOAT16 = 1, 3, 5  # versions

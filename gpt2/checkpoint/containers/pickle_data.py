@@ -20,8 +20,14 @@ UNKNOWN = OPCODES[b"I"]  # of protocol 0, which is refused
 # Instructions that push what follows them, and those that push a value of their own.
 ARGUMENTS = {"BINUNICODE", "SHORT_BINUNICODE", "SHORT_BINSTRING", "SHORT_BINBYTES", "BINBYTES", "BINFLOAT"}
 ARGUMENTS |= {"BININT", "BININT1", "BININT2", "LONG1"}
-CONSTANTS: dict[str, Any] = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
-CONSTANTS |= {"EMPTY_TUPLE": (), "EMPTY_LIST": [], "EMPTY_DICT": {}}
+CONSTANTS: dict[str, Any] = {
+    "NONE": None,
+    "NEWTRUE": True,
+    "NEWFALSE": False,
+    "EMPTY_TUPLE": (),
+    "EMPTY_LIST": [],
+    "EMPTY_DICT": {},
+}
 # Per pickle. nanoGPT's ckpt.pt of GPT-2 XL with the optimizer's state has 70,000 instructions.
 INSTRUCTIONS_LIMIT = 1_000_000
 # Types of a dict's keys. Not tuples: hashing one nested a million deep overflows C's stack.

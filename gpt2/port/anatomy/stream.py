@@ -91,8 +91,9 @@ class Stream:
         tokens = dict(enumerate(self.recording.ids.flatten().tolist()))
         words = [name for name, by_place in rows.items() if by_place == tokens]
         if not words:
-            changed = [f"its forward looks up {name} by other numbers than the ids, as behind F.pad or + 1" for name in rows]
-            raise NotGPT2([*changed, "nothing in its forward looks up a table of parameters by the token ids"][0])
+            if rows:
+                raise NotGPT2(f"its forward looks up {next(iter(rows))} by other numbers than the ids, as behind F.pad or + 1")
+            raise NotGPT2("nothing in its forward looks up a table of parameters by the token ids")
         name = max(words, key=lambda name: len(read[name][self.flow.here]))
         self.width = len(read[name][self.flow.here])
         self._starts = set(lookups[name])
