@@ -27,7 +27,7 @@ optim.weight_decay and optim.clip.
 
 What each array is, the environment, the ids' origin and the sha256 of the checkpoint's files are in index.json, in an .npz under
 about.json (bytes of JSON), in a .safetensors in its metadata. A .bin is llm.c's debug state; it has no room for these, and the
-last id of each row of --ids is a next id only. gpt2 diagnose reads all of these forms; gpt2 compare takes a
+last id of each row of --ids is only predicted. gpt2 diagnose reads all of these forms; gpt2 compare takes a
 .safetensors as a side, trace:FILE."""
 
 
@@ -62,7 +62,7 @@ def run(args: TraceSettings) -> int:
         if args.ids is not None:
             rows = np.atleast_2d(read_ids(args.ids))
             if rows.shape[-1] < 2:
-                raise InputError(f"{args.ids}: the last id of each row is a next id only; give rows of two ids or more")
+                raise InputError(f"{args.ids}: the last id of each row is predicted, never read; give rows of two ids or more")
             options |= {"ids": rows[:, :-1], "targets": rows[:, 1:]}
     with Status() as status:
         traced = trace(args.model, **options, progress=status)

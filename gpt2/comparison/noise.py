@@ -44,7 +44,11 @@ class Floor:
     tokens: int
     ratio: Estimate
     kl = property(lambda self: self.mean.high)  # what a mean KL must exceed
-    figures = property(lambda self: {"ways": [(self.way, self.mean, self.logit)], "tokens": self.tokens})  # what the JSON has
+
+    @property
+    def figures(self) -> dict[str, object]:
+        """What the JSON has of it."""
+        return {"ways": [(self.way, self.mean, self.logit)], "tokens": self.tokens}
 
 
 def equal(ratio: Estimate, explained: Estimate = EXACT) -> bool:

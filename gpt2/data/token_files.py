@@ -39,7 +39,7 @@ SAMPLES, BLOCK = 4096, 2048  # of a longer file, only so many blocks of so many 
 LARGE = 64 * 2**20  # bytes of text from which on token files are made
 GROUP = 1 << 20  # characters that a process tokenizes at a time
 SAVE_EVERY = 32  # groups
-Piece = tuple[Document, bool, bool]  # whether it goes on a document, and whether that is held out
+Piece = tuple[Document, bool, bool]  # whether it continues the document before, and whether that is held out
 
 
 def read(directory: str | Path, n_vocab: int, *, check: bool = True) -> tuple[np.ndarray, np.ndarray]:

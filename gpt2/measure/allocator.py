@@ -23,7 +23,7 @@ def give_back_freed_memory(freed: float = WORTH) -> bool:
     """Return freed memory to the system, also that between blocks in use, if it may be much; return whether it was done.
 
     Where each step frees its gradients one by one, glibc keeps them as holes of the heap that the next step does not fit into:
-    1 GB more for each step at gpt2's shape in float64. ``freed``: about how many bytes; it looks through the whole heap.
+    1 GB more for each step at gpt2's shape in float64. ``freed``: about how many bytes, as the call looks through the whole heap.
     """
     trim = _of_libc("malloc_trim") if freed >= WORTH else None
     if trim is not None:

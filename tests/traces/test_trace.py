@@ -165,7 +165,7 @@ MISTAKES = [
     ("--out x.npz --ids cube.npy", "shape [1, 1, 1]"),
     ("--out x.npz --ids one.npy --tokens 3", "--tokens has no effect with --ids"),
     ("--out x.npz --ids one.npy --gradients", "no token has a next one"),
-    ("--out x.bin --ids one.npy", "the last id of each row is a next id only"),
+    ("--out x.bin --ids one.npy", "the last id of each row is predicted, never read"),
     ("--out x.npz --tokens 0", "0 tokens in a row"),
     ("--out x.npz --text words.txt --tokens 100", "too few"),
     ("--out x.npz --dtype bf16", "unknown dtype"),
