@@ -38,6 +38,7 @@ def simulated(replaced: Replaced, watching: AbstractContextManager[Any] = nullco
 
     class Operators(TorchDispatchMode):
         __torch_dispatch__ = call
+        _should_skip_dynamo = classmethod(lambda cls: False)  # else torch wraps each call, and imports its compiler
 
     def on_device(device: torch.device, run: Callable[..., Any], inputs: Any) -> Any:
         def inside(*moved: Tensor) -> Any:
