@@ -213,25 +213,21 @@ print(resident() - before)
 print(sum(p.numel() for p in model.parameters()))
 print(torch.equal(state, torch.get_rng_state()))
 print(len(set(sys.modules) - modules))
-model.wte.weight.detach().zero_()
+model.h[0].mlp.c_fc.weight.detach().zero_()
 print(resident() - before)
-with torch.device("meta"):
-    torch.nn.Embedding(1, 1)
-print(len(set(sys.modules) - modules))
 """
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_building_without_weights_costs_nothing() -> None:
-    """6.2 GB of normals were drawn to be replaced. Controls: a tensor that is written, and a layer on the meta device."""
+    """6.2 GB of normals were drawn to be replaced. Control: a tensor that is written."""
     run = forks.run("-c", BUILD_XL, strict=True, modules=forks.TORCH)
-    growth, parameters, untouched, imported, touched, by_meta = run.stdout.splitlines()
+    growth, parameters, untouched, imported, touched = run.stdout.splitlines()
     assert int(parameters) == 1_557_611_200
-    assert float(growth) < 100
+    assert float(growth) < 20
     assert untouched == "True"
-    assert int(imported) == 0
-    assert float(touched) > 300
-    assert int(by_meta) > 100
+    assert int(imported) == 0  # a layer on the meta device imports torch's compiler
+    assert float(touched) > float(growth) + 35
 
 
 DROPPING = replace(TINY, embd_pdrop=0.1, attn_pdrop=0.2, resid_pdrop=0.3)
