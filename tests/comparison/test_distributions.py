@@ -247,30 +247,29 @@ def test_the_likeliest_tokens_and_the_lower_id_first_of_equals(vocab, k):
     assert torch.equal(values, table.double().gather(1, ids))
 
 
-@pytest.mark.parametrize("batch_size", [3, None])
 @pytest.mark.parametrize(("context", "stride"), [(8, None), (8, 3), (8, 1), (5, 4), (1, 1)])
 @pytest.mark.parametrize("length", [2, 9, 10, 30])
-def test_every_token_once_with_the_context_it_had(length, context, stride, batch_size):
+def test_every_token_once_with_the_context_it_had(length, context, stride):
     """Possible bugs: logits one position off, a window's first tokens counted twice, a short tail with a full one's weight."""
     a, b, ids = uneven_model(13, seed=0), uneven_model(13, seed=1), text(13, length)
-    got = measure_pair(a, b, ids, Windows(context, stride), batch_size=batch_size)
-    assert got.index.tolist() == list(range(1, length))
-    assert torch.equal(got.targets, ids[1:])
-    assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
-    for i, position in enumerate(got.position.tolist()):
+    found = {size: measure_pair(a, b, ids, Windows(context, stride), batch_size=size) for size in (3, None)}
+    for i in range(length - 1):
         end = next(end for end in range(context, context + length, stride or context) if end > i)
-        assert position == i + 1 - max(0, min(end, length - 1) - context)
-        seen = ids[None, i + 1 - position : i + 1]
+        position = i + 1 - max(0, min(end, length - 1) - context)
         with torch.no_grad():
-            p, q = (model(seen)[0, -1].softmax(0).numpy() for model in (a, b))
-        assert got.kl_ab[i].item() == pytest.approx(scipy.stats.entropy(p, q), rel=1e-9)
-        assert got.logp_a[i].item() == pytest.approx(math.log(p[ids[i + 1]]), rel=1e-9)
-        assert got.top_b[i, 0] == q.argmax()
-    # The protocol is that of language_score.
-    for model, logp in ((a, got.logp_a), (b, got.logp_b)):
-        score = language_score(model, ids, torch.full((13,), 2), Windows(context, stride), batch_size=batch_size)
-        assert score.loss == pytest.approx(-logp.mean().item(), rel=1e-12)
-        assert (score.tokens, score.bytes, score.stride) == (length - 1, 2 * (length - 1), stride or context)
+            p, q = (model(ids[None, i + 1 - position : i + 1])[0, -1].softmax(0).numpy() for model in (a, b))
+        kl, logp = scipy.stats.entropy(p, q), math.log(p[ids[i + 1]])
+        for got in found.values():
+            assert (got.position[i], got.top_b[i, 0]) == (position, q.argmax())
+            assert (got.kl_ab[i].item(), got.logp_a[i].item()) == pytest.approx((kl, logp), rel=1e-9)
+    for size, got in found.items():
+        assert got.index.tolist() == list(range(1, length))
+        assert torch.equal(got.targets, ids[1:])
+        assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
+        for model, own in ((a, got.logp_a), (b, got.logp_b)):  # the protocol is that of language_score
+            score = language_score(model, ids, torch.full((13,), 2), Windows(context, stride), batch_size=size)
+            assert score.loss == pytest.approx(-own.mean().item(), rel=1e-12)
+            assert (score.tokens, score.bytes, score.stride) == (length - 1, 2 * (length - 1), stride or context)
 
 
 @pytest.mark.parametrize(("context", "stride"), [(8, 8), (8, 3)])
