@@ -151,11 +151,11 @@ def test_info_json_holds_the_whole_description(capsys: pytest.CaptureFixture) ->
 
 def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
     """Streaming token by token must print the same text as decoding all tokens; long prompts come through a pipe."""
-    argv = ["generate", "--max-new-tokens", "40", "--seed", "5", "--top-k", "20", "--prompt"]
+    argv = ["generate", "--max-new-tokens", "12", "--seed", "5", "--top-k", "20", "--prompt"]
     monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(b"ROMEO:\n")))
     streamed = printed(capsys, *argv, "-")
     model, tokenizer = gpt2.load(), gpt2.load_tokenizer()
-    ids = gpt2.generate(model, tokenizer.encode("ROMEO:\n"), 40, temperature=0.8, top_k=20, seed=5)
+    ids = gpt2.generate(model, tokenizer.encode("ROMEO:\n"), 12, temperature=0.8, top_k=20, seed=5)
     assert streamed == tokenizer.decode(ids) + "\n"
     argv.append("ROMEO:\n")
     body = as_json(capsys, *argv)
@@ -166,7 +166,7 @@ def test_generate_streams_what_the_api_returns(capsys: pytest.CaptureFixture, mo
 
 def test_generate_ends_each_of_several_samples_at_the_stop_text(capsys: pytest.CaptureFixture) -> None:
     """The first row that stops must not end the others, nor get the ids that the batch still computes for it."""
-    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "80", "--seed", "5", "--stop", "the", "--samples", "4"]
+    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "30", "--seed", "5", "--stop", "the", "--samples", "4"]
     body = as_json(capsys, *argv)
     texts = [sample["text"] for sample in body["samples"]]
     assert body["text"] == texts[0]
@@ -184,7 +184,7 @@ def test_generate_says_which_of_a_long_prompt_it_dropped(capsys: pytest.CaptureF
 
 def test_generate_takes_a_draft(capsys: pytest.CaptureFixture) -> None:
     """`--draft` must load, must not change the text, and must be refused before any output if it does not fit."""
-    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "40", "--temperature", "0"]
+    argv = ["generate", "--prompt", "ROMEO:\n", "--max-new-tokens", "20", "--temperature", "0"]
     plain, drafted = as_json(capsys, *argv), as_json(capsys, *argv, "--draft", "shakespeare-mini:int8")
     assert drafted["ids"] == plain["ids"]
     assert (plain["draft"], drafted["draft"]) == (None, "shakespeare-mini:int8")

@@ -126,7 +126,7 @@ def test_pointing_at_a_token_shows_what_both_models_expected(found: Comparison, 
         browser.close()
 
 
-@pytest.mark.parametrize("top", [0.02, 0.2, 2.0, 2e6])
+@pytest.mark.parametrize("top", [0.02, 0.2, 2e6])
 def test_a_logarithmic_axis_has_three_labels(top: float) -> None:
     """One of two decades had two labels, one within a decade had formulas for TeX, $\\mathdefault{6\\times10^{-1}}$."""
     errors = [("embed", 0.011), ("h.0.mid", 0.012), ("h.0", top)]

@@ -89,19 +89,19 @@ def shuffled(trained) -> LibraryTokenizer:
 
 
 def test_official_ids_equal_transformers(official, tmp_path):
-    """Text of every kind, an eighth of the tokens, every code point of planes 0 and 1, and a 16th of those above, and back to the
+    """Text of every kind, a 32nd of the tokens, every code point of planes 0 and 1, and a 16th of those above, and back to the
     text; transformers reads OpenAI's files, without our code. Other tokens: the fingerprint below."""
     points = [chr(code) for code in range(0x110000) if not 0xD800 <= code < 0xE000]
     starts = [i for i in range(0, len(points), 32) if i < 0x20000 or i % (16 * 32) == 0]
-    tokens = [official.token_bytes(i).decode(errors="replace") for i in range(7, official.n_vocab, 8)]
-    strings = varied(0, 8_000) + ["".join(points[i : i + 32]) for i in starts] + tokens
-    assert len(strings) > 18_000
+    tokens = [official.token_bytes(i).decode(errors="replace") for i in range(7, official.n_vocab, 32)]
+    strings = varied(0, 3_000) + ["".join(points[i : i + 32]) for i in starts] + tokens
+    assert len(strings) > 9_000
     for file, name in zip(openai_vocabulary(), ("vocab.json", "merges.txt"), strict=True):
         (tmp_path / name).write_bytes(file.read_bytes())
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
     expected = reference_ids(reference_from(tmp_path), strings)
     assert different(official, strings, expected) == []
-    for text, ids in zip(strings[:4000], expected, strict=False):
+    for text, ids in zip(strings[:1000], expected, strict=False):
         assert official.decode_bytes(ids) == b"".join(map(official.token_bytes, ids)) == text.encode()
 
 

@@ -104,7 +104,7 @@ def test_any_files_give_the_ids_of_auto_tokenizer(tmp_path: Path) -> None:
 
     ran, rng = {"adapter": 0, "here": 0, "neither": 0}, random.Random(0)
     cases = [(name, None, None, False) for name in WHOLES]
-    cases += [(rng.choice([*WHOLES]), rng.choice(MODELS), rng.choice(SETTINGS), rng.random() < 0.3) for _ in range(150)]
+    cases += [(rng.choice([*WHOLES]), rng.choice(MODELS), rng.choice(SETTINGS), rng.random() < 0.3) for _ in range(80)]
     built = {name: (make(), own) for name, (make, own) in WHOLES.items()}
     for number, (name, model, settings, files) in enumerate(cases):
         folder, (pipeline, own) = tmp_path / str(number), built[name]
