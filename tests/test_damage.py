@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal, watch_a_fork
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.describe import describe
@@ -63,10 +64,10 @@ def test_logits_are_judged_by_their_numbers() -> None:
     assert "it holds a damaged value: bias[1] is nan" in refusal(require_finite, bad, "m", model)
 
 
-def damaged(folder: Path, name: str, place: tuple[int, ...], value: float) -> Path:
-    model = gpt2.load("shakespeare-mini")
+def damaged(folder: Path, name: str, place: tuple[int, ...], value: float, source: str = "shakespeare-mini") -> Path:
+    model = gpt2.load(source)
     model.get_parameter(name).data[place] = value
-    return gpt2.save(model, gpt2.load_tokenizer(), folder)
+    return gpt2.save(model, gpt2.load_tokenizer(source), folder)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +115,7 @@ def test_info_and_notes_name_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = describe(str(damaged(tmp_path / "damaged", "h.1.attn.c_attn.bias", (5,), -math.inf)))
     assert found.notes[0].startswith("DAMAGED: holds a damaged value: h.1.attn.c_attn.bias[5] is -inf")
     assert found.not_finite == {"h.1.attn.c_attn.bias": 1}
-    large = str(damaged(tmp_path / "damaged", "h.1.attn.c_attn.bias", (5,), 1e8))
+    large = str(damaged(tmp_path / "large", "h.1.attn.c_attn.bias", (5,), 1e8, str(write_checkpoint(tmp_path / "tiny"))))
     said = "h.1.attn.c_attn.bias[5] is 1e+08"
     assert said in describe(large).notes[0]
     for command in (f"generate {large} --max-new-tokens 1", f"export {large} {tmp_path / 'out'}", f"verify {large} --quick"):

@@ -22,10 +22,10 @@ def faults(work):
     work()
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 def step():
-    [torch.zeros(10_000_000) for _ in range(3)]
+    [torch.zeros(9_000_000) for _ in range(2)]  # of more than 32 MB, which glibc never keeps
 if sys.argv[1] == "kept":
     assert keep_freed_memory()
-    for _ in range(12):  # until the pool has the shape that the steps ask for; one in five heaps takes six
+    for _ in range(8):  # until the pool has the shape that the steps ask for; one in five heaps takes six
         step()
 print(faults(lambda: [step() for _ in range(3)]))
 """
