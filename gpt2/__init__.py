@@ -28,8 +28,7 @@ if TYPE_CHECKING:
     from gpt2.model import GPT2 as GPT2
     from gpt2.parity.report import Report as Report
     from gpt2.parity.run import verify as verify
-    from gpt2.port.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose
-    from gpt2.port.diagnosis.step import diagnose_step as diagnose_step
+    from gpt2.port.diagnosis import Diagnosis as Diagnosis, diagnose as diagnose, diagnose_step as diagnose_step
     from gpt2.port.mapping import MappingReport as MappingReport, load_into as load_into
     from gpt2.port.mapping.checkpoint import checkpoint_of as checkpoint_of
     from gpt2.traces.run import Trace as Trace, trace as trace
@@ -51,7 +50,7 @@ _HOME = {
     "checkpoint_of": "port.mapping.checkpoint",
     "compare": "comparison.run",
     "diagnose": "port.diagnosis",
-    "diagnose_step": "port.diagnosis.step",
+    "diagnose_step": "port.diagnosis",
     "generate": "generation",
     "load": "checkpoint.loading",
     "load_into": "port.mapping",

@@ -10,7 +10,6 @@ Shapes: streams (B, T, D); heads (B, H, T, K); scores and weights (B, H, T, S).
 """
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from copy import copy
 from dataclasses import dataclass, field
@@ -22,7 +21,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.keys import head_name
 from gpt2.config import GPT2Config
-from gpt2.measure.tracing import layer_of, part_of, point_at
+from gpt2.measure.tracing import point_at
 from gpt2.model import ACTIVATIONS
 from gpt2.port.terms.budget import Budget
 
@@ -72,7 +71,6 @@ AXES = {**dict.fromkeys((*HEADED, "attn.mixed"), (1, 0, 2)), **dict.fromkeys(SQU
 PIECES = (0, 1)
 SMALL = 1 << 24  # parameters of the blocks times tokens of a small model
 TEXT, ROWS = "text", "rows"  # what else than the tokens before it a token's value may depend on: later tokens, other rows
-KEPT = 4  # values that a model remembers
 COST = {True: 3.0, False: 1.5}  # operators of a node's formula, by whether it is another one than GPT-2's, for the budget
 
 
@@ -123,21 +121,12 @@ class Model:
         self.config, self.ids, self.dtype = config, ids.cpu(), dtype
         self.table = self.state[head_name(self.state)]  # (V, D), of the head
         self._parameters = sum(tensor.numel() for name, tensor in self.state.items() if name.startswith("h."))
-        self._kept: OrderedDict[Hashable, object] = OrderedDict()
-        self._tables: dict[Hashable, object] = {}
+        self._made: dict[Hashable, object] = {}
 
     @property
     def small(self) -> bool:
         """Whether thousands of programs can be run whole, on all tokens and in float64."""
         return self._parameters * self.ids.numel() <= SMALL
-
-    def once(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` makes; of the last few keys, what was made before."""
-        if key not in self._kept:
-            self._kept[key] = make()
-            if len(self._kept) > KEPT:
-                self._kept.popitem(last=False)
-        return cast(Made, self._kept[key])
 
     def site(self, layer: int, state: State | None = None) -> "Site":
         """Return the place of a block that computes all tokens of ``state`` at once."""
@@ -182,19 +171,14 @@ class Model:
     def on_ids(self, ids: Tensor) -> Self:
         """Return this model on other ids (B, T)."""
         other = copy(self)
-        other.ids, other._kept, other._tables = ids, OrderedDict(), {}
+        other.ids, other._made = ids, {}
         return other
 
     def always(self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """Return what ``make`` makes, once for this model: a table of small things."""
-        if key not in self._tables:
-            self._tables[key] = make()
-        return cast(Made, self._tables[key])
-
-    def norm(self, name: str, x: Tensor) -> Tensor:
-        """Return GPT-2's norm ``name`` (``h.0.ln_1``, ``ln_f``) of x (..., D)."""
-        weight, bias = self.state[f"{name}.weight"], self.state[f"{name}.bias"]
-        return F.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_epsilon)
+        """Return what ``make`` makes, once for this model."""
+        if key not in self._made:
+            self._made[key] = make()
+        return cast(Made, self._made[key])
 
 
 class Site:
@@ -213,14 +197,6 @@ class Site:
         """Return what GPT-2 computes at a node from ``s``."""
         return RIGHT[node](self, s)
 
-    def at(self, layer: int) -> "Site":
-        """Return the same place in another block."""
-        return Site(self.model, layer, self.begin, self.end)
-
-    def call(self, begin: int, end: int) -> "Site":
-        """Return the same block in a call."""
-        return Site(self.model, self.layer, begin, end)
-
     def full(self, part: str) -> str:
         """Return the checkpoint's name of the norm ``part``: ``ln_1`` -> ``h.3.ln_1``, ``ln_f`` -> ``ln_f``."""
         return part if part == "ln_f" or part.startswith("h.") else f"h.{self.layer}.{part}"
@@ -230,7 +206,9 @@ class Site:
         return self.model.state[f"{self.full(part)}.weight"], self.model.state[f"{self.full(part)}.bias"]
 
     def norm(self, x: Tensor, part: str) -> Tensor:
-        return self.model.norm(self.full(part), x)
+        """Return GPT-2's norm ``part`` (``ln_1``, ``h.0.ln_1``, ``ln_f``) of x (..., D)."""
+        weight, bias = self.numbers(part)
+        return F.layer_norm(x, weight.shape, weight, bias, self.config.layer_norm_epsilon)
 
     def held(self, module: str) -> tuple[Tensor, Tensor]:
         """Return weight (I, O) and bias (O,) of a module such as ``attn.c_attn``."""
@@ -267,13 +245,6 @@ class Site:
     def visible(self, keys: int) -> Tensor:
         """Return (t, S): a token sees itself and all before it."""
         return torch.arange(keys) <= self.tokens
-
-
-def stage_of(point: str) -> str | None:
-    """Return a traced point's node in its block: ``"h.3.attn.k"`` -> ``"attn.k"``, ``"h.3"`` -> ``""``; None outside."""
-    if layer_of(point) is None:
-        return None
-    return part_of(point) if point.count(".") > 1 else ""
 
 
 def right_scale(config: GPT2Config, layer: int) -> float:

@@ -97,7 +97,7 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
 def test_no_fault_is_the_model_itself(model: GPT2, ids: Tensor) -> None:
     """With one head, a bias that is added once for each head was tried, and said to be added 1 times."""
     config = replace(CONFIG, n_head=1)
-    words = [one.words for one in table(Model(model.state_dict(), config, ids), loading) if "is added 1" in one.words]
+    words = [one.words for one in loading.biases(Model(model.state_dict(), config, ids)) if "is added 1" in one.words]
     assert words == []
     assert [one.detail for one in sequence_faults([0, 0], 1)] == ["it runs 2 times; the blocks run are h.0, h.0"]
 
@@ -220,7 +220,7 @@ def test_each_program_gives_in_a_batch_what_it_gives_alone(model: GPT2, ids: Ten
         parts.append(Part(exact, end, Entrance(layer, state, ORDER["attn.q"]), {end: right[end]}, {}))
     for part in parts:
         some = [*Faults(part).singles()][:: 23 if part is parts[0] else 11]
-        some += [Candidate(((one, None),)) for one in table(exact, norms) if one.outside and part.end == "ln_f"]
+        some += [Candidate(((one, None),)) for one in norms.formulas(exact) if one.outside and part.end == "ln_f"]
         some += [Candidate(order=order) for order in orders(CONFIG.n_layer) if part is parts[0]]
         values = run(part, [one for one in some if one.program is not None])
         for one, value in values:

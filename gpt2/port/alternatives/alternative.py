@@ -246,7 +246,7 @@ def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
 def _by_call(calls: Calls, node: str, formula: Formula, c: Site, s: State) -> Tensor:
     made: list[Tensor] = []
     for begin, end in within(calls, c.end):
-        y = formula(c.call(begin, end), Lazily(s, partial(_cut, begin, end)))
+        y = formula(Site(c.model, c.layer, begin, end), Lazily(s, partial(_cut, begin, end)))
         made.append(F.pad(y, (0, c.end - end)) if node in SQUARE else y)
     c.model.budget.spend(COST[True] * (len(made) - 1))
     return torch.cat(made, 1 if made[0].ndim == 3 else 2)

@@ -99,11 +99,6 @@ class Candidate:
             return None
         return Program(blocks, outside, self.order, any(one.sees == ROWS for one, _ in self.sites))
 
-    def with_(self, other: "Candidate") -> "Candidate":
-        """Return both candidates' faults together."""
-        sites = tuple(dict.fromkeys((*self.sites, *other.sites)))
-        return Candidate(sites, self.order or other.order, (*self.head, *other.head))
-
     def faults(self, layers: int) -> list[Cause]:
         faults = [fault for one, layer in self.sites for fault in one.faults(layer)]
         sequence = [] if self.order is None else sequence_faults(self.order, layers)

@@ -10,7 +10,7 @@ from torch import Tensor
 from gpt2.port.alternatives import entries
 from gpt2.port.alternatives.alternative import Alternative, family
 from gpt2.port.alternatives.norms import normed
-from gpt2.port.graph import MODULES, READS, Edits, Formula, Function, Model, Site, State, affine
+from gpt2.port.graph import MODULES, READS, RIGHT, Edits, Formula, Function, Model, Site, State, affine
 
 Pair = tuple[Tensor, Tensor]  # weight (I, O) and bias (O,)
 Change = Callable[[Site, str], Pair]  # from a module's name to what it holds
@@ -29,8 +29,7 @@ def read(change: Change, *nodes: str) -> Edits:
 
 
 def _linear(change: Change, node: str, c: Site, s: State) -> Tensor:
-    module = MODULES[node]
-    return affine(s[READS[node][0]], *c.linear(node, c.model.once((change, module, c.layer), lambda: change(c, module))))
+    return affine(s[READS[node][0]], *c.linear(node, change(c, MODULES[node])))
 
 
 def altered(weight: Function = lambda x: x, bias: Function = lambda x: x) -> Change:
@@ -99,7 +98,7 @@ def other_blocks(model: Model) -> Iterator[Alternative]:
     modules[""] = tuple(node for some in modules.values() for node in some)
     for (which, source), (module, nodes) in itertools.product(sources.items(), modules.items()) if layers > 1 else ():
         edits: dict[str, Formula] = {
-            node: lambda c, s, node=node, source=source: c.at(source(c.layer)).right(node, s) for node in nodes
+            node: lambda c, s, f=RIGHT[node], n=source: f(Site(c.model, n(c.layer), c.begin, c.end), s) for node in nodes
         }
         words = f"it holds the checkpoint's tensors of {which}"
         yield Alternative("wrong-tensor", words, edits, module, silent=lambda layer, source=source: source(layer) == layer)

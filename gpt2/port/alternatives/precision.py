@@ -17,22 +17,11 @@ NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float8_e4m3fn":
 PIECE = 1 << 18  # entries that are rounded at once
 RESULTS = ("ln_1", "attn.scores", "attn.heads", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.act", "mlp.c_proj")
 CACHES = {"keys and values are": "kv", "the keys are": "k", "the values are": "v", "queries, keys and values are": "qkv"}
-# What is rounded, with its nodes.
-VALUES: dict[str, tuple[str, ...]] = {
-    "the norm before attention is rounded to": ("ln_1",),
-    "the scores are rounded to": ("attn.scores",),
-    "the attention weights are rounded to": ("attn.weights",),
-    "the merged heads are rounded to": ("attn.heads",),
-    "attention's result is rounded to": ("attn.c_proj",),
-    "the stream behind attention is rounded to": ("mid",),
-    "the norm before the feed-forward is rounded to": ("ln_2",),
-    "what enters the activation is rounded to": ("mlp.c_fc",),
-    "the activation is rounded to": ("mlp.act",),
-    "the feed-forward's result is rounded to": ("mlp.c_proj",),
-    "the stream behind the block is rounded to": ("",),
-    "the last norm is rounded to": ("ln_f",),
-    "the results of norms, projections and activations are rounded to": RESULTS,
-    "the stream behind each sum is rounded to": ("mid", "", "embed"),
+# The nodes whose values are rounded, each alone, and several together.
+ROUNDED = (*RESULTS[:2], "attn.weights", *RESULTS[2:4], "mid", *RESULTS[4:], "", "ln_f")
+TOGETHER = {
+    "the results of norms, projections and activations are": RESULTS,
+    "the stream behind each sum is": ("mid", "", "embed"),
 }
 GROUPS: tuple[tuple[str, ...], ...] = (*((one,) for one in MATRICES), MATRICES, MATRICES[1:], MATRICES[:2], MATRICES[2:])
 
@@ -63,10 +52,11 @@ INTEGERS: dict[str, Function] = {"int8": partial(in_integers, (0,)), "int8 a ten
 def values(model: Model) -> Iterator[Alternative]:
     """Yield values of one node in fewer bits, and of several together."""
     for dtype, narrow in FLOATS.items():
-        for words, nodes in VALUES.items():
-            several, of_weights = len(nodes) > 1, nodes == ("attn.weights",)
-            where, shared = "" if several else "attn" if of_weights else nodes[0], several or of_weights
-            yield Alternative(ID, f"{words} {dtype}", changed(narrow, *nodes), where, rare=True, shared=shared)
+        for node in ROUNDED:
+            words, shared = f"the values here are rounded to {dtype}", node == "attn.weights"
+            yield Alternative(ID, words, changed(narrow, node), node, rare=True, shared=shared)
+        for words, nodes in TOGETHER.items():
+            yield Alternative(ID, f"{words} rounded to {dtype}", changed(narrow, *nodes), "", rare=True, shared=True)
         words, fix = f"the activation takes and gives {dtype}, as a table of its values does", "compute it, without a table"
         yield Alternative(ID, words, changed(narrow, "mlp.c_fc", "mlp.act"), "mlp.act", fix=fix)
     for (dtype, narrow), (what, letters) in itertools.product(CACHED.items(), CACHES.items()):

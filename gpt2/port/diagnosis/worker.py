@@ -25,7 +25,7 @@ from gpt2.checkpoint.names import FLOATS, ModelName
 from gpt2.errors import InputError, out_of_memory, words_of
 from gpt2.measure.user_code import Target, builder, error_line, error_place, function_of, module_of
 from gpt2.model import GPT2
-from gpt2.port.diagnosis import diagnose
+from gpt2.port.diagnosis import diagnose, diagnose_step
 from gpt2.port.diagnosis.runner import PROGRESS
 from gpt2.port.recording.forward import Borrowed, ForwardError, device_of
 from gpt2.port.recording.recorder import give_shapes
@@ -93,7 +93,6 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         failure = _once(module, model)
         begin("diagnosis")
         if "step" in order:
-            from gpt2.port.diagnosis.step import diagnose_step
 
             def watch(stage: str) -> None:
                 tell(f"running call {next(calls)} of your step" if stage == "step" else "comparing it with the reference's")

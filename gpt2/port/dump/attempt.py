@@ -14,7 +14,7 @@ from gpt2.measure.tracing import layer_of, point_at
 from gpt2.port.dump.arrays import recognised
 from gpt2.port.dump.dumped import EXCHANGED, Dumped
 from gpt2.port.dump.simulating import DumpExplainer, Evidence, Explanation
-from gpt2.port.graph import MODULES, READS, Model, stage_of
+from gpt2.port.graph import MODULES, READS, Model
 from gpt2.port.search.walk import Search, Walked
 from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import LIKELY, Cause
@@ -136,7 +136,7 @@ class Attempt:
                     "way: see whether they were loaded at all, and from where"
                 )
             if between := self.order[self.order.index(last) + 1 if last else 0 : self.order.index(wrong)]:
-                streams = [point for point in between if stage_of(point) == ""] or between
+                streams = [point for point in between if Place.of(point).part == ""] or between
                 more = ", ".join(streams[:FEW]) + (", ..." if len(streams) > FEW else "")
                 self.notes.append(f"only one mistake between two arrays is looked for: dump more, first {more}")
         if found.untried:

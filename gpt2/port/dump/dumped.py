@@ -10,7 +10,7 @@ from gpt2.measure.metrics import worst_relative_error
 from gpt2.measure.tracing import point_at, points
 from gpt2.model import GPT2
 from gpt2.port.dump.arrays import Output, parts, recognised
-from gpt2.port.graph import ORDER, Model, State, run_block, stage_of
+from gpt2.port.graph import ORDER, Model, State, run_block
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.observe import Observation
 from gpt2.port.terms.places import Place
@@ -110,7 +110,7 @@ class Dumped:
         observation.used = set(used)
         layers, order = self.config.n_layer, self.order
         least = max(LEAST_LIKENESS, BY_CHANCE / x.numel() ** 0.5)
-        behind = max((order.index(one) for one in self.shown if one == "ln_f" or stage_of(one) in ("", "mid")), default=-1)
+        behind = max((order.index(one) for one in self.shown if Place.of(one).part in ("", "mid", "ln_f")), default=-1)
         for layer in range(layers):
             state, after = {"x": x}, -1
             for stage in (*stages, "") if stages[-1] else stages:

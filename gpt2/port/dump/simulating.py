@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import Progress, silent, worst_relative_error
-from gpt2.measure.tracing import layer_of, point_at, points
+from gpt2.measure.tracing import point_at, points
 from gpt2.port.alternatives.candidates import FITTED, Candidate
-from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State, stage_of
+from gpt2.port.graph import NODES, ORDER, Entrance, Model, Program, State
 from gpt2.port.search.matching import PartSearch
 from gpt2.port.search.part import Fitting, Part
 from gpt2.port.terms.causes import Cause
+from gpt2.port.terms.places import Place
 
 SAME = 1e-9  # programs whose values differ by less are one function
 MOST = {True: 6, False: 2}  # explanations of a part that are tried with those of the next, by whether the model is small
@@ -111,7 +112,7 @@ class DumpExplainer:
         inside = self.order[0 if before is None else self.order.index(before) + 1 : self.order.index(end) + 1]
         entrance = None
         if before is not None:
-            layer, stage = layer_of(before), stage_of(before)
+            layer, stage = Place.of(before).layer, Place.of(before).part
             values = self.model.stages(known.program or Program(), 0, 0 if layer is None else layer + 1)
             if layer is None or not stage:  # the embeddings, or a block's result
                 entrance = Entrance(0 if layer is None else layer + 1, {"x": values[before]})
@@ -134,7 +135,8 @@ class DumpExplainer:
             rounding = dict.fromkeys(part.shown, fit.error)  # what numbers that are rounded otherwise leave
             least = -1
             for one in (fit.candidate, everywhere) if inside and self.layers > 1 else (fit.candidate,):
-                whole = base.candidate.with_(one)
+                before, sites = base.candidate, tuple(dict.fromkeys((*base.candidate.sites, *one.sites)))
+                whole = Candidate(sites, before.order or one.order, (*before.head, *one.head))
                 if whole.key not in options and (whole.head or whole.program):
                     errors = self.whole.errors(self.whole.values(whole))
                     allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}

@@ -1,4 +1,4 @@
-"""Read off recorded values what has free numbers: a column of a weight, a bias, one constant in linear maps, norms and wiring.
+"""Read off recorded values what has free numbers: a weight, a bias, one constant in linear maps, norms and wiring.
 
 Fits are asked where no alternative of the table explains a node. Nothing here names a formula that the table has.
 """
@@ -9,7 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor
 
-from gpt2.port.fits.affine import Library, Linear, Norm
+from gpt2.port.fits.affine import Linear, Norm, vectors_of
 from gpt2.port.fits.observed import Fit, Observed, dropped
 from gpt2.port.fits.wiring import SUMS, activation_fit, mask_fit, scores_fit, sum_fit
 from gpt2.port.graph import ATTENTION, MODULES, READS, Model, State, right_scale, split
@@ -20,7 +20,7 @@ class Fits:
 
     def __init__(self, model: Model, earlier: Sequence[State], check: Callable[[], None]) -> None:
         self.model, self.config, self.earlier, self.check = model, model.config, earlier, check
-        self.library = Library(model.state)
+        self.vectors = vectors_of(model.state)
 
     def fit(self, layer: int, node: str, state: State, seen: Observed) -> Fit | None:
         """Return what ``node`` computes from those in ``state`` to give ``seen``; None if nothing fits."""
@@ -44,11 +44,11 @@ class Fits:
     def _numbers(self, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:
         """Yield the free numbers of the node's own formula."""
         if node in MODULES:
-            name, held = f"h.{layer}.{MODULES[node]}.weight", self.model.site(layer).linear(node)
-            yield from Linear(self.library, name, node, *held, self.config).fits(seen, state[READS[node][0]], rows)
+            linear = Linear(node, *self.model.site(layer).linear(node), self.vectors)
+            yield from linear.fits(seen, state[READS[node][0]], rows)
         elif node in ("ln_1", "ln_2"):
             numbers = self.model.site(layer).numbers(node)
-            norm = Norm(node, *numbers, self.config.layer_norm_epsilon, self.library.vectors)
+            norm = Norm(node, *numbers, self.config.layer_norm_epsilon, self.vectors)
             yield from norm.fits(seen, state["x" if node == "ln_1" else "mid"], rows)
         elif node == "attn.weights":
             q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")

@@ -3,75 +3,40 @@
 Shapes: x (B, T, I); the result y (B, T, O); weights W (I, O); biases b (O,), a norm's (D,). ``rows``: tokens unlike GPT-2's.
 """
 
-from collections import Counter
 from collections.abc import Iterator, Mapping
-from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gpt2.config import GPT2Config
 from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles, nice
 from gpt2.port.graph import THIRDS
 from gpt2.port.terms.causes import Cause
 
-MOST = 2**29  # products of columns that are compared
-MOST_COPIED = 2**24  # entries of matrices whose columns are compared
 ALIKE = 0.5  # cosine of a result and GPT-2's, beyond which the weight may be a rounded one
 SAME = 1e-3  # relative difference of factors that are one
 LEAST = 0.05  # the least weight of a norm, of the largest, through which its own result is read
-LEAST_MATCHED = 0.4  # of the columns of a weight, to say where they come from
 
 
-class ColumnSource(NamedTuple):
-    """Where a column of weights is in the checkpoint: a tensor, whether it is one of its rows, and its number."""
-
-    name: str
-    row: bool
-    number: int
-
-
-class Library:
-    """All vectors of a checkpoint ``state`` that a program may hold by mistake."""
-
-    def __init__(self, state: Mapping[str, Tensor]) -> None:
-        self.state = state
-        self._columns: dict[int, tuple[Tensor, list[ColumnSource]]] = {}
-
-    def columns(self, size: int) -> tuple[Tensor, list[ColumnSource]]:
-        """Return every column and row of ``size`` entries, (size, M), and where each comes from."""
-        if size not in self._columns:
-            matrices = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 2 and size in tensor.shape}
-            if sum(tensor.numel() for tensor in matrices.values()) > MOST_COPIED:  # a large model: its first blocks
-                matrices = {name: tensor for name, tensor in matrices.items() if name.startswith(("h.0.", "h.1."))}
-            both = [(name, row, tensor.t() if row else tensor) for name, tensor in matrices.items() for row in (False, True)]
-            some = [one for one in both if len(one[2]) == size]
-            sources = [ColumnSource(name, row, n) for name, row, tensor in some for n in range(tensor.shape[1])]
-            self._columns[size] = torch.cat([tensor for _, _, tensor in some], 1), sources
-        return self._columns[size]
-
-    @cached_property
-    def vectors(self) -> dict[str, Tensor]:
-        """Biases and norms' weights, and the thirds of c_attn's biases."""
-        out = {name: tensor for name, tensor in self.state.items() if tensor.ndim == 1}
-        for name, tensor in list(out.items()):
-            if name.endswith("c_attn.bias"):
-                out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
-        return out
+def vectors_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the biases and norms' weights of a checkpoint, and the thirds of c_attn's biases: what may be held by mistake."""
+    out = {name: tensor for name, tensor in state.items() if tensor.ndim == 1}
+    for name, tensor in list(out.items()):
+        if name.endswith("c_attn.bias"):
+            out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
+    return out
 
 
 class Linear:
-    """One linear layer: the tensor ``name`` of the checkpoint, of which ``part`` uses ``weight`` and ``bias``."""
+    """The linear layer ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold."""
 
-    def __init__(self, library: Library, name: str, part: str, weight: Tensor, bias: Tensor, config: GPT2Config) -> None:
-        self.library, self.name, self.part, self.weight, self.bias, self.config = library, name, part, weight, bias, config
+    def __init__(self, part: str, weight: Tensor, bias: Tensor, vectors: Mapping[str, Tensor]) -> None:
+        self.part, self.weight, self.bias, self.vectors = part, weight, bias, vectors
         self.where = part if part in (*THIRDS, "logits") else f"{part}.weight"
 
     def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Yield what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (self._scaled, self._bias, self._columns, self._unknown):
+        for family in (self._scaled, self._bias, self._unknown):
             yield from family(seen, x, rows)
 
     def fault(self, id: str, words: str, leaf: str = "", mend: str | None = None) -> Cause:
@@ -112,49 +77,11 @@ class Linear:
             at = lost.nonzero().flatten().tolist()
             which = f"columns {at[0]} to {at[-1]}" if len(at) == at[-1] - at[0] + 1 else f"{len(at)} columns"
             id, words, value = "missing-bias", f"{which} have no bias", self.bias.masked_fill(lost, 0.0)
-        for name, one in self.library.vectors.items():
+        for name, one in self.vectors.items():
             if one.shape == added.shape and float((added - one).abs().max()) <= loose:
                 words, value = f"the bias is the checkpoint's {name}", one
         mend = "y = x @ w + b  # all entries of b" if bool(lost.any()) and id == "missing-bias" else None
         yield seen.fitted(product + value, rows, self.fault(id, words, "bias", mend))
-
-    def _columns(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
-        """Columns that are others of the checkpoint: in another order, of another tensor, rows for columns."""
-        inputs, wanted = x[rows], seen.value[rows]
-        library, origins = self.library.columns(x.shape[-1])
-        if distinct(inputs) < 4 or library.shape[1] * wanted.shape[1] * len(inputs) > MOST:
-            return
-        made = inputs @ library
-        made, wanted = made - made.mean(0), wanted - wanted.mean(0)  # the bias is not known
-        nearest, numbers = (one.T for one in torch.cdist(wanted.T, made.T).topk(2, 1, largest=False))
-        size = float(seen.value.square().mean().sqrt())
-        loose = 2 * (seen.slack[rows].amax(0) + seen.bound * size) * len(inputs) ** 0.5
-        fits = (nearest[0] <= loose) & ~(nearest[1] <= loose)  # where several columns fit, none is known
-        sources = [origins[n] for n in numbers[0].tolist()]
-        first = THIRDS.get(self.part, 0) * self.weight.shape[1]
-        own = [ColumnSource(self.name, self.part == "logits", first + n) for n in range(len(sources))]
-        foreign = [one for n, one in enumerate(sources) if fits[n] and one != own[n]]
-        if not foreign or float(fits.double().mean()) < LEAST_MATCHED:
-            return
-        weight = torch.where(fits, library[:, numbers[0]], 0.0)
-        value = torch.where(fits, x @ weight + (seen.value[rows] - inputs @ weight).mean(0), seen.value)
-        yield seen.fitted(value, rows, self._described([one for n, one in enumerate(sources) if fits[n]]))
-
-    def _described(self, sources: list[ColumnSource]) -> Cause:
-        name, row = Counter((one.name, one.row) for one in sources).most_common(1)[0][0]
-        numbers = [one.number for one in sources if (one.name, one.row) == (name, row)]
-        order = f"the first are {', '.join(map(str, numbers[:6]))}"
-        row = row != (self.part == "logits")  # the head multiplies by rows of wte
-        if name != self.name or row:
-            words = f"the weight's columns are those of {name}{', its rows as columns' if row else ''}: {order}"
-            return self.fault("transposed" if name == self.name else "wrong-tensor", words)
-        words, share = f"the weight's columns are in another order: {order}", THIRDS.get(self.part)
-        if share is None:
-            return self.fault("wrong-tensor", words)
-        thirds = {number // self.config.n_embd for number in numbers}
-        if len(thirds) == 1 and share not in thirds:
-            return Cause.at("qkv-order", "attn", f"{self.part} is computed with the columns of {'qkv'[thirds.pop()]}")
-        return Cause.at("head-layout", "attn.c_attn", words)
 
     def _unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Weights that are not the checkpoint's in any known way.

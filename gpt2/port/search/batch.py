@@ -117,13 +117,14 @@ class Batch:
 
     def values(self, some: Sequence[Candidate]) -> Iterator[tuple[list[Candidate], Tensor]]:
         """Yield some of the candidates and what they give (N, B, T, X), within the budget. Left out: what cannot be computed."""
-        rest, alone = dict[Candidate, int](), list[Candidate]()
+        rest, alone = dict[Candidate, int](), list[Candidate]()  # those with the block in which each begins to be another program
         for one in some:
             program = one.program or Program()
-            if program.order is None:
-                rest[one] = self._begins(program)
-            else:
+            if program.order is not None:
                 alone.append(one)
+                continue
+            places = (layer for layer, edits in program.blocks.items() for node in edits if self.part.computes(layer, node))
+            rest[one] = -1 if "embed" in program.outside else min(places, default=self.part.blocks.stop)
         ordered = sorted(rest, key=lambda one: rest[one])
         for few in (ordered[n : n + self.most] for n in range(0, len(rest), self.most)):
             if self.model.budget.spent:
@@ -164,13 +165,6 @@ class Batch:
         least = torch.stack([one.abs().flatten(1).amax(1) for one in apart]).amin(0)
         return cast(list[float], (least / wanted.square().mean().sqrt().clamp(min=1e-30)).nan_to_num(math.inf, math.inf).tolist())
 
-    def _begins(self, program: Program) -> int:
-        """Return the first block in which a program is not GPT-2; -1, if that is before all blocks."""
-        if "embed" in program.outside:
-            return -1
-        places = (layer for layer, edits in program.blocks.items() for node in edits if self.part.computes(layer, node))
-        return min(places, default=self.part.blocks.stop)
-
     def _entering(self, layer: int) -> Tensor:
         """Return GPT-2's stream that enters a block; what ends the last one, for the number of blocks."""
         if layer not in self.streams:
@@ -181,7 +175,7 @@ class Batch:
         return self.streams[layer]
 
     def _ended(self, programs: Sequence[Program], begin: int) -> tuple[Tensor, set[int]]:
-        """Return the values at the end (N B, T, X) of programs that are GPT-2 before block ``begin``.
+        """Return the values at the end (N B, T, X) of programs that are GPT-2 before block ``begin``; -1: not even before all.
 
         And the numbers of those that must be run alone, because a value has another shape, or cannot be computed.
         """

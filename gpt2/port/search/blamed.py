@@ -11,7 +11,7 @@ from torch import Tensor
 from gpt2.errors import misfit
 from gpt2.measure.metrics import max_abs, worst_relative_error
 from gpt2.measure.rounding import FORWARD_RATIO
-from gpt2.measure.tracing import part_of, point_at
+from gpt2.measure.tracing import OUTSIDE, part_of, point_at
 from gpt2.port.alternatives.activations import SAME
 from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.alternatives.candidates import Candidate, Placed
@@ -19,11 +19,11 @@ from gpt2.port.alternatives.outside import SEQUENCE, sequence_faults
 from gpt2.port.graph import ORDER, Model, Program, State
 from gpt2.port.search.observe import Seen
 from gpt2.port.terms.causes import LIKELY, SURE, Cause
-from gpt2.port.terms.places import OUTSIDE
 from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import SLACK, Tolerance
 
 Moves = Mapping[str, Tensor]  # by node: the difference from the right value, over the root mean square of that
+Values = Mapping[str, tuple[Tensor, Tensor]]  # by node: the program's value, and what GPT-2's formula gives there
 
 
 @dataclass(frozen=True)
@@ -57,29 +57,20 @@ class Blamed:
         self.departures: dict[Placed | Cause, Departure] = {}
         self.first: Divergence | None = None
 
-    def alternative(
-        self,
-        one: Alternative,
-        layer: int | None,
-        node: str,
-        values: Mapping[str, tuple[Tensor, Tensor]],
-        seen: Mapping[str, Seen] | None = None,
-    ) -> None:
-        """Note an alternative, from its value and GPT-2's own at each node; ``node``: the first of these."""
+    def alternative(self, one: Alternative, layer: int | None, node: str, values: Values, seen: Mapping[str, Seen]) -> None:
+        """Note an alternative that changes ``values``, of which ``node`` is the first; ``seen``: what is found of its block."""
         self.sites.append((one, layer))
-        shown = next((each.error for name, each in (seen or {}).items() if ORDER[name] >= ORDER[node]), 0.0)
+        shown = next((each.error for name, each in seen.items() if ORDER[name] >= ORDER[node]), 0.0)
         part = next(iter(one.parts(None)), node)
         point = (part if part in OUTSIDE else node) if layer is None else point_at(len(self.ran) - 1, traced(node))
         self._note([(one, layer)], point, values, shown)
 
-    def fitted(self, faults: Sequence[Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]]) -> None:
-        """Note faults that have no formula, from the value and the right value of each node that they change."""
+    def fitted(self, faults: Sequence[Cause], point: str, values: Values) -> None:
+        """Note faults that have no formula, and change ``values``."""
         self.faults += faults
         self._note(faults, point, values)
 
-    def _note(
-        self, blamed: Sequence[Placed | Cause], point: str, values: Mapping[str, tuple[Tensor, Tensor]], shown: float = 0.0
-    ) -> None:
+    def _note(self, blamed: Sequence[Placed | Cause], point: str, values: Values, shown: float = 0.0) -> None:
         same = {node: both for node, both in values.items() if both[0].shape == both[1].shape}
         missed = max(map(worst_relative_error, *zip(*same.values(), strict=True))) if len(same) == len(values) > 0 else math.inf
         explained = FORWARD_RATIO / SLACK * self.rounding.stages.get(part_of(point), 0.0) if self.rounding else 0.0

@@ -1,12 +1,11 @@
 """Read off how the logits follow from the last stream: by which norm and head, and what changes them in the end."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from gpt2.checkpoint.keys import head_name
-from gpt2.port.fits.affine import Library, Linear, Norm
+from gpt2.port.fits.affine import Linear, Norm
 from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.graph import Entrance
 from gpt2.port.search.blamed import Blamed
@@ -19,15 +18,15 @@ from gpt2.port.terms.tolerance import UNITS, stored
 class LastPart:
     """The last norm and the head: a part behind the last block, of which the logits are shown."""
 
-    def __init__(self, blocks: Blocks, blamed: Blamed, library: Library) -> None:
-        self.blocks, self.blamed, self.library = blocks, blamed, library
+    def __init__(self, blocks: Blocks, blamed: Blamed, vectors: Mapping[str, Tensor]) -> None:
+        self.blocks, self.blamed, self.vectors = blocks, blamed, vectors
         self.observation, self.model, self.pool = blocks.observation, blocks.model, blocks.observation.pool
         self.table, self.normed = self.model.table, dict[str, Tensor]()  # the last normed stream, if it is found
         self.logits = self.pool.logits[..., : len(self.table)]
 
     def explained(self, x: Tensor, known: bool = True, fitted: bool = True) -> bool:
         """Return whether the logits follow from the last stream, by a ``known`` other norm or head, or by a ``fitted`` one."""
-        right = self.model.norm("ln_f", x)
+        right = self.model.site(0).norm(x, "ln_f")
         seen = self.observation.find("ln_f", right)
         normed = right if seen is None else seen.own
         self.normed |= {} if seen is None else {"ln_f": normed}
@@ -48,7 +47,7 @@ class LastPart:
             values = part.values(best)
             for one, _ in best.sites:
                 stage = "ln_f" if "ln_f" in one.outside else "logits"
-                self.blamed.alternative(one, None, stage, {stage: (values[stage], expected[stage])})
+                self.blamed.alternative(one, None, stage, {stage: (values[stage], expected[stage])}, {})
             if best.head:
                 self.blamed.fitted(best.head, "logits", {"logits": (values["logits"], expected["logits"])})
             return True
@@ -59,8 +58,7 @@ class LastPart:
 
     def _fitted(self, x: Tensor, right: Tensor, normed: Tensor, other_norm: bool) -> Iterator[tuple[str, Fit]]:
         """Yield fits of the last norm to its recorded result, where that is not GPT-2's, and of the head to the logits."""
-        vectors, config = self.library.vectors, self.model.config
-        norm = Norm("ln_f", vectors["ln_f.weight"], vectors["ln_f.bias"], config.layer_norm_epsilon, vectors)
+        norm = Norm("ln_f", *self.model.site(0).numbers("ln_f"), self.model.config.layer_norm_epsilon, self.vectors)
         for seen in self.observation.unexplained("ln_f", right, ()) if other_norm else ():
             self.observation.check()
             fit = next(filter(None, norm.fits(seen, x, seen.wrong_rows())), None)
@@ -70,6 +68,6 @@ class LastPart:
             unit, smallest = UNITS[self.pool.logits_dtype]
             slack, bound = unit * self.logits.abs() + smallest, self.pool.tolerance_at("logits")
             seen, none = Observed(self.logits, slack, bound, normed @ self.table.T, -1), torch.zeros(len(self.table)).double()
-            head = Linear(self.library, head_name(self.model.state), "logits", self.table.T, none, config)
+            head = Linear("logits", self.table.T, none, self.vectors)
             rows = seen.wrong_rows()
             yield from (("logits", fit) for fit in (head.fits(seen, normed, rows) if bool(rows.any()) else ()) if fit is not None)

@@ -16,10 +16,8 @@ from gpt2.port.fits import Fits
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, ORDER
 from gpt2.port.search.batch import Batch
-from gpt2.port.search.blamed import Blamed
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
 from gpt2.port.search.matching import PartSearch, known
-from gpt2.port.terms.causes import Cause
 
 MOST_FAULTS = 6  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
@@ -29,10 +27,10 @@ TARGETS = 3  # nodes that are not found, the first ones
 
 
 class Explainer:
-    """Explains blocks by every alternative; ``blamed``: what explains those so far."""
+    """Explains blocks by every alternative; ``of_module``: a module shows all that it computes, a dump some of it."""
 
-    def __init__(self, blocks: Blocks, blamed: Blamed) -> None:
-        self.blocks, self.faults, self.of_module = blocks, blamed.faults, blamed.right is not None
+    def __init__(self, blocks: Blocks, of_module: bool) -> None:
+        self.blocks, self.of_module = blocks, of_module
         self.observation, self.model = blocks.observation, blocks.model
         self.widens = self.of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.inner = [one for one in known(self.model) if one.edits and not one.steps]
@@ -149,9 +147,7 @@ class Explainer:
         if len(wholes) > 1:  # a result that nothing reads may be a step of a sum in another order
             wholes = [one for one in wholes if self.blocks.shown_behind(one.layer, one.state[""], one.alternatives)] or wholes
         whole = min(wholes, key=_likelihood, default=None)
-        part = min(
-            parts, key=lambda one: (-len(one.seen), one.unseen, *_likelihood(one)), default=None
-        )  # the least that is not seen
+        part = min(parts, key=lambda one: (-len(one.seen), one.unseen, *_likelihood(one)), default=None)
         if whole is not None and not base.alternatives:
             ties = tuple(one.alternatives[0] for one in wholes if _likelihood(one)[0] == _likelihood(whole)[0])
             whole = replace(whole, ties=ties)
@@ -243,7 +239,10 @@ class Explainer:
         trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
         if fit is None or trial is None:
             return None
-        faults = tuple(self._as_before(fault.within(base.layer)) for fault in fit.faults)
+        inside = (fault.within(base.layer) for fault in fit.faults)  # one fault in all blocks, whatever numbers are fitted
+        faults = (
+            replace(one, kind=one.kind or f"{one.place.part} {re.sub('[0-9][0-9.e+-]*', '', one.detail)}") for one in inside
+        )
         return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
 
     def _confirmed(self, base: Trial, one: Alternative) -> int:
@@ -254,12 +253,6 @@ class Explainer:
             return 0
         whole, (node,) = self.blocks.goes_on(replace(trial, alternatives=base.alternatives)), one.edits
         return 2 if whole else int(not BEHIND[node].isdisjoint(trial.seen.keys() - base.seen.keys()))
-
-    def _as_before(self, fault: Cause) -> Cause:
-        """Return a fault in the words of one that an earlier block has, if they differ in a fitted number alone."""
-        alike = (one for one in self.faults if (one.id, one.place.part) == (fault.id, fault.place.part))
-        same = (one for one in alike if _plain(one.detail) == _plain(fault.detail))
-        return replace(fault, detail=next((one.detail for one in same), fault.detail))
 
 
 def _changes(one: Alternative, node: str) -> bool:
@@ -275,7 +268,3 @@ def _likelihood(trial: Trial) -> tuple[object, ...]:
 
 def _given(value: Tensor, *_: object) -> Tensor:
     return value
-
-
-def _plain(words: str) -> str:
-    return re.sub(r"[0-9][0-9.e+-]*", "", words)

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import layer_of
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import LAST_STEPS
-from gpt2.port.graph import ORDER, Entrance, Function, Model, Program, State, stage_of
+from gpt2.port.graph import LAST, ORDER, Entrance, Function, Model, Program, State
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
@@ -59,10 +58,10 @@ class Part:
         self, model: Model, end: str, entrance: Entrance | None, shown: Mapping[str, Tensor], tolerance: Mapping[str, float]
     ) -> None:
         self.model, self.end, self.entrance, self.shown, self.tolerance = model, end, entrance, shown, tolerance
-        self.is_last, layer = end in ("logits", "ln_f"), layer_of(end)
-        last = model.config.n_layer if self.is_last else 0 if layer is None else layer + 1
+        self.is_last, place = end in ("logits", "ln_f"), Place.of(end)
+        last = model.config.n_layer if self.is_last else 0 if place.layer is None else place.layer + 1
         self.blocks = range(entrance.layer if entrance else 0, last)
-        self.until, given = ORDER[stage_of(end) or ""], shown[end]
+        self.until, given = LAST if place.layer is None else ORDER[place.part], shown[end]
         shares = {"softmax": given, "log_softmax": given.exp()} if end == "logits" else {}
         sums = {name: bool((p >= 0).all() and ((p.sum(-1) - 1).abs() < ROW_SUM_BOUND).all()) for name, p in shares.items()}
         self.softmaxed = next((name for name, is_one in sums.items() if is_one), "")

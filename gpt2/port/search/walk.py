@@ -17,7 +17,7 @@ from torch import Tensor
 from gpt2.checkpoint.keys import HEAD
 from gpt2.errors import misfit
 from gpt2.measure.metrics import FLOAT64_BOUND, Progress, silent, worst_relative_error
-from gpt2.measure.tracing import point_at, points, trace
+from gpt2.measure.tracing import OUTSIDE, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.alternatives.alternative import Alternative, schedules
 from gpt2.port.alternatives.candidates import Candidate
@@ -34,7 +34,7 @@ from gpt2.port.search.observe import Observation
 from gpt2.port.search.part import Part
 from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.causes import Cause
-from gpt2.port.terms.places import OUTSIDE, Place
+from gpt2.port.terms.places import Place
 from gpt2.port.terms.report import Divergence
 from gpt2.port.terms.tolerance import Tolerance, measured
 
@@ -107,8 +107,8 @@ class Search:
         self.blamed = Blamed(model, exact, right, rounding)
         self.ran = self.blamed.ran
         self.blocks = Blocks(self.observation, model)
-        self.explainer = Explainer(self.blocks, self.blamed)
-        self.ending = LastPart(self.blocks, self.blamed, self.explainer.fits.library)
+        self.explainer = Explainer(self.blocks, right is not None)
+        self.ending = LastPart(self.blocks, self.blamed, self.explainer.fits.vectors)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
@@ -213,7 +213,7 @@ class Search:
         follows = not is_new or self.blocks.goes_on(self.blocks.block(0, x))
         if not follows and self.explainer.explained(self.blocks.block(0, right)) is not None:
             return right  # one fault of the block, and not two
-        self.blamed.alternative(one, None, "embed", {"embed": (x, right)})
+        self.blamed.alternative(one, None, "embed", {"embed": (x, right)}, {})
         return x
 
     def _embedding_fitted(self, right: Tensor) -> Tensor | None:

@@ -4,9 +4,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache
 
-from gpt2.measure.tracing import layer_of, points
+from gpt2.measure.tracing import OUTSIDE, layer_of, points
 
-OUTSIDE = ("wte", "wpe", "embed", "ln_f", "logits")  # traced points outside the blocks
 EVERY = -1  # in place of a block's number: all blocks
 
 
