@@ -79,13 +79,12 @@ class Program:
     """What a program computes otherwise than GPT-2, from a whole text at once.
 
     ``blocks``: other formulas by the number of the block; ``outside``: of ``embed``, ``ln_f`` and ``head``. ``order``: the blocks
-    that run, None for GPT-2's order. ``rows``: a formula lets a row of the batch see others.
+    that run, None for GPT-2's order.
     """
 
     blocks: Mapping[int, Edits] = field(default_factory=dict)
     outside: Edits = field(default_factory=dict)
     order: tuple[int, ...] | None = None
-    rows: bool = False
 
     def at(self, node: str) -> Formula:
         """Return the formula of a node outside the blocks."""

@@ -12,8 +12,8 @@ import gpt2
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives import alternative
 from gpt2.port.fits.affine import Linear, Norm
+from gpt2.port.fits.nodes import activation_fit, embedding_fit, scores_fit
 from gpt2.port.fits.observed import Fit, Observed, distinct, dropped
-from gpt2.port.fits.wiring import activation_fit, embedding_fit, scores_fit
 from gpt2.port.graph import Formula, Model, Program, split
 from gpt2.port.search.observe import laid
 

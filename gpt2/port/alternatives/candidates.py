@@ -5,7 +5,7 @@ from functools import cached_property
 
 from gpt2.port.alternatives.alternative import Alternative, merged
 from gpt2.port.alternatives.outside import sequence_faults
-from gpt2.port.graph import ROWS, Formula, Program
+from gpt2.port.graph import Formula, Program
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import collapsed
 
@@ -78,10 +78,6 @@ class Candidate:
         """Whether a candidate rounds numbers, and does nothing else."""
         return {fault.id for fault in self.faults(0)} == {"reduced-precision"}
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        return (frozenset((one.label, layer) for one, layer in self.sites), self.order, self.head)
-
     @cached_property
     def program(self) -> Program | None:
         """Return the program, None if nothing is replaced, or one node is replaced twice."""
@@ -97,7 +93,7 @@ class Candidate:
                 blocks[layer] = both
         if not (outside or blocks or self.order):
             return None
-        return Program(blocks, outside, self.order, any(one.sees == ROWS for one, _ in self.sites))
+        return Program(blocks, outside, self.order)
 
     def faults(self, layers: int) -> list[Cause]:
         faults = [fault for one, layer in self.sites for fault in one.faults(layer)]

@@ -15,6 +15,7 @@ from gpt2.port.dump.arrays import recognised
 from gpt2.port.dump.dumped import EXCHANGED, Dumped
 from gpt2.port.dump.simulating import DumpExplainer, Evidence, Explanation
 from gpt2.port.graph import MODULES, READS, Model
+from gpt2.port.search.blamed import Blamed
 from gpt2.port.search.walk import Search, Walked
 from gpt2.port.terms.budget import Budget
 from gpt2.port.terms.causes import LIKELY, Cause
@@ -67,7 +68,7 @@ class Attempt:
     def _walked(self, budget: Budget) -> Walked:
         pool = self.dumped.pool
         pool.budget = budget
-        walked = Search(pool, self._model(budget), self.dumped.exact, self.progress).run()
+        walked = Search(pool, Blamed(self._model(budget), self.dumped.exact), self.progress).run()
         pool.budget = Budget()
         return walked
 

@@ -127,7 +127,7 @@ class DumpExplainer:
 
         Before them, the number of the first point that they do not explain, of all points if they do.
         """
-        options, some = dict[object, tuple[int, Fitting]](), MOST[self.model.small]
+        options, some = dict[Candidate, tuple[int, Fitting]](), MOST[self.model.small]
         for base, fit in itertools.product(bases[:some], fits[:some]):
             outside = [site for site in fit.candidate.sites if site[1] is None]
             inside = dict.fromkeys(one for one, layer in fit.candidate.sites if layer is not None)
@@ -137,12 +137,12 @@ class DumpExplainer:
             for one in (fit.candidate, everywhere) if inside and self.layers > 1 else (fit.candidate,):
                 before, sites = base.candidate, tuple(dict.fromkeys((*base.candidate.sites, *one.sites)))
                 whole = Candidate(sites, before.order or one.order, (*before.head, *one.head))
-                if whole.key not in options and (whole.head or whole.program):
+                if whole not in options and (whole.head or whole.program):
                     errors = self.whole.errors(self.whole.values(whole))
                     allowed = {point: max(self.whole.allowed(point), rounding.get(point, 0.0)) for point in errors}
                     wrong = (self.order.index(point) for point, error in errors.items() if not error <= allowed[point])
                     if (reach := next(wrong, len(self.order))) > least:  # in other blocks too, if more follows so
-                        least, options[whole.key] = reach, (reach, Fitting(whole, max(errors.values())))
+                        least, options[whole] = reach, (reach, Fitting(whole, max(errors.values())))
         most = max((reach for reach, _ in options.values()), default=-1)
         best = sorted((fit for reach, fit in options.values() if reach == most), key=lambda fit: fit.candidate.order_of_naming)
         price = best[0].candidate.price + FITTED if best else 0.0  # another fault that is not needed is none

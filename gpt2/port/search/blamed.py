@@ -42,8 +42,9 @@ class Departure:
 class Blamed:
     """The alternatives (``sites``) and the fitted ``faults`` of a program with the weights in ``model``, as a walk finds them.
 
-    ``ran``: the blocks so far, each with alternatives that explain it alike (``ties``). ``first``: the first place that is not
-    GPT-2's. ``exact``, ``right``, ``rounding``: as of the walk.
+    ``exact``: GPT-2's own values by traced point. ``right``: the checkpoint, in a walk through a module, whose own weights are in
+    ``model``, and which is given the whole text at once. ``rounding``: what rounding to float32 explains. ``ran``: the blocks so
+    far, each with alternatives that explain it alike (``ties``). ``first``: the first place that is not GPT-2's.
     """
 
     def __init__(

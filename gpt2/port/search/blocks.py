@@ -61,12 +61,11 @@ class Trial:
 class Blocks:
     """The blocks of a program with the weights in ``model``, of which an ``observation`` holds values.
 
-    ``states``: the nodes of the blocks so far. ``known``: the alternatives of each faulty one, the last first.
+    ``known``: the alternatives of each faulty block so far, the last first.
     """
 
     def __init__(self, observation: Observation, model: Model) -> None:
         self.observation, self.model, self.layers = observation, model, model.config.n_layer
-        self.states: list[State] = []
         self.known: list[tuple[Alternative, ...]] = []
         self.shapes: dict[str, torch.Size] = {}  # of the nodes of each block, as GPT-2 has them
 

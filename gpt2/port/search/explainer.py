@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.errors import misfit
 from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.fits import Fits
+from gpt2.port.fits.nodes import Fits
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, ORDER
 from gpt2.port.search.batch import Batch
@@ -34,7 +34,7 @@ class Explainer:
         self.observation, self.model = blocks.observation, blocks.model
         self.widens = self.of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.inner = [one for one in known(self.model) if one.edits and not one.steps]
-        self.fits = Fits(self.model, blocks.states, self.observation.check)
+        self.fits = Fits(self.model, self.observation.check)
         self.reached: Trial | None = None  # as far as alternatives explain the last block
         self.resumed = False  # behind a block that nothing explains
 

@@ -21,9 +21,9 @@ from gpt2.measure.tracing import OUTSIDE, point_at, points, trace
 from gpt2.model import GPT2
 from gpt2.port.alternatives.alternative import Alternative, schedules
 from gpt2.port.alternatives.candidates import Candidate
+from gpt2.port.fits.nodes import embedding_fit
 from gpt2.port.fits.observed import dropped
-from gpt2.port.fits.wiring import embedding_fit
-from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, Program, State
+from gpt2.port.graph import HIDDEN, NODES, ORDER, Model, Program
 from gpt2.port.recording.pool import LOOSE, Pool
 from gpt2.port.search.blamed import Blamed, traced
 from gpt2.port.search.blocks import FIRST, WHOLE, Blocks, Trial
@@ -36,7 +36,7 @@ from gpt2.port.terms.budget import Budget, Spent
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 from gpt2.port.terms.report import Divergence
-from gpt2.port.terms.tolerance import Tolerance, measured
+from gpt2.port.terms.tolerance import measured
 
 
 @dataclass(frozen=True)
@@ -83,31 +83,18 @@ def search(
     model = Model(weights, right.config, right.ids, budget=pool.budget)
     exact = right.always("exact", lambda: trace(reference, right.ids))
     rounding = right.always("rounding", lambda: measured(reference, right.ids, exact, torch.float32))
-    return Search(pool, model, exact, progress, right, rounding).run()
+    return Search(pool, Blamed(model, exact, right, rounding), progress).run()
 
 
 class Search:
-    """A walk through ``pool`` with the weights in ``model``; ``exact``: GPT-2's own values by traced point.
+    """A walk through ``pool``, with the weights and GPT-2's own values that ``blamed`` has, in which it notes what is wrong."""
 
-    ``right``: the checkpoint, in a walk through a module, whose own weights are in ``model``, and which is given the whole text
-    at once. ``rounding``: what rounding to float32 explains.
-    """
-
-    def __init__(
-        self,
-        pool: Pool,
-        model: Model,
-        exact: State,
-        progress: Progress = silent,
-        right: Model | None = None,
-        rounding: Tolerance | None = None,
-    ) -> None:
-        self.observation, self.model, self.exact, self.progress = Observation(pool, model), model, exact, progress
-        self.rounding, self.layers = rounding, model.config.n_layer
-        self.blamed = Blamed(model, exact, right, rounding)
-        self.ran = self.blamed.ran
-        self.blocks = Blocks(self.observation, model)
-        self.explainer = Explainer(self.blocks, right is not None)
+    def __init__(self, pool: Pool, blamed: Blamed, progress: Progress = silent) -> None:
+        self.blamed, self.model, self.exact, self.rounding = blamed, blamed.model, blamed.exact, blamed.rounding
+        self.progress, self.ran, self.layers = progress, blamed.ran, self.model.config.n_layer
+        self.observation = Observation(pool, self.model)
+        self.blocks = Blocks(self.observation, self.model)
+        self.explainer = Explainer(self.blocks, blamed.right is not None)
         self.ending = LastPart(self.blocks, self.blamed, self.explainer.fits.vectors)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
@@ -273,7 +260,7 @@ class Search:
         if base is not None:
             self.lost, trial = before or self._missing(base), self.explainer.as_before(base)  # where the budget may end
         if trial is None and not entered and self.last and (trial := self.explainer.changed_behind(self.last)):
-            for each in (self.ran, self.blocks.states, self.blamed.ties):  # it is settled anew
+            for each in (self.ran, self.blamed.ties):  # it is settled anew
                 each.pop()
             self.blamed.forget(self.last.alternatives, self.last.faults)
         elif trial is None and base is not None:
@@ -310,7 +297,6 @@ class Search:
         """Take a block as a trial computes it."""
         number, self.last = len(self.ran), trial
         self.ran.append(trial.layer)
-        self.blocks.states.append(trial.state)
         self.observation.take(trial.seen.values())
         self.values |= {point_at(number, node): seen.own for node, seen in trial.seen.items()}
         self.computed |= {point_at(number, node): x for node, x in trial.state.items() if node not in ("x", *HIDDEN)}

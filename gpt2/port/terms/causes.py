@@ -159,11 +159,6 @@ class Cause:
         """The corrected line."""
         return (self.mend or CAUSES[self.id]).replace("{where}", self.where)
 
-    def printed(self) -> dict[str, str | float | None]:
-        """Return what a report says of it."""
-        names = ("id", "where", "detail", "evidence", "confidence", "fix", "effect")
-        return {name: getattr(self, name) for name in names}
-
 
 if __name__ == "__main__":
     sys.stdout.write(document())

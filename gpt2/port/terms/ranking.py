@@ -8,23 +8,19 @@ from gpt2.port.terms.places import EVERY, Place, collapsed, forward_rank
 
 DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
 ONE_FOR_ALL = "of all blocks, which are one: it holds the weights of the last that was loaded, and the others hold none"
+AFFINE = ("missing-bias", "layernorm-without-affine")
 # The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
 # else is missing there is a fault of its own.
 EXPLAINS: dict[str, dict[str, str]] = {
-    "rmsnorm": {"missing-bias": "", "layernorm-without-affine": ""},
-    "norm-missing": {"missing-bias": "", "layernorm-without-affine": ""},
-    "final-norm-missing": {"missing-bias": "", "layernorm-without-affine": ""},
-    "layernorm-without-affine": {"missing-bias": ""},
-    "post-norm": {"norm-missing": ""},
-    "residual-from-normed": {"norm-missing": ""},
-    "layer-missing": {"missing-bias": "", "layernorm-without-affine": ""},
+    **{id: dict.fromkeys(AFFINE, "") for id in ("rmsnorm", "norm-missing", "final-norm-missing", "layer-missing")},
+    **{id: {"missing-bias": ""} for id in ("layernorm-without-affine", "head-layout")},
+    **{id: {"norm-missing": ""} for id in ("post-norm", "residual-from-normed")},
     "output-projection-missing": {"missing-bias": "attn.c_proj"},
     "value-projection-wrong": {"missing-bias": "attn.c_attn v", "wrong-tensor": "attn.c_attn v"},
-    "head-layout": {"missing-bias": ""},
     "position-sinusoidal": {"position-missing": ""},
     "residual-missing": {"parallel-block": DROPPED},
     "batch-dependent": {"untied-head": ""},  # known by no formula giving the logits, where rows change each other's
-    "layer-repeated": dict.fromkeys(("missing-bias", "layernorm-without-affine", "wrong-tensor"), ONE_FOR_ALL),
+    "layer-repeated": dict.fromkeys((*AFFINE, "wrong-tensor"), ONE_FOR_ALL),
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")

@@ -11,6 +11,7 @@ from gpt2.measure.tracing import layer_of
 from gpt2.port.terms.causes import Cause
 
 LABELS = "how we know", "fix"
+PRINTED = "id", "where", "detail", "evidence", "confidence", "fix", "effect"  # of a cause, in JSON
 MIN_WIDTH = 60  # minimum columns of a table
 SHOWN = 1e-9  # an error below it is zero for a reader
 
@@ -57,7 +58,8 @@ class Diagnosis:
         """Return the diagnosis as JSON; a number that is not finite is null."""
         at = self.first_divergence
         first = at and {"point": at.point, "layer": at.layer, "error": at.error}
-        values = vars(self) | {"first_divergence": first, "causes": [one.printed() for one in self.causes]}
+        causes = [{name: getattr(one, name) for name in PRINTED} for one in self.causes]
+        values = vars(self) | {"first_divergence": first, "causes": causes}
         values |= {"environment": asdict(environment([torch.float64]))}
         values = json.loads(json.dumps(values), parse_constant=lambda _: None)
         return json.dumps(values, indent=2, ensure_ascii=False)
