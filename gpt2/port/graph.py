@@ -271,8 +271,8 @@ def _linear(node: str) -> Formula:
     return lambda c, s: affine(s[READS[node][0]], *c.linear(node))
 
 
-def _heads(node: str) -> Formula:
-    return lambda c, s: split(s[READS[node][0]], c.config.n_head)
+def heads_of(source: str) -> Formula:
+    return lambda c, s: split(s[source], c.config.n_head)
 
 
 def embedding(c: Site, rows: Tensor | slice | None = None) -> Tensor:
@@ -283,7 +283,7 @@ def embedding(c: Site, rows: Tensor | slice | None = None) -> Tensor:
 RIGHT: dict[str, Formula] = {
     "ln_1": lambda c, s: c.norm(s["x"], "ln_1"),
     **{node: _linear(node) for node in THIRDS},
-    **{node: _heads(node) for node in ("attn.qh", "attn.kh", "attn.vh")},
+    **{f"{node}h": heads_of(node) for node in THIRDS},
     "attn.scores": lambda c, s: (s["attn.qh"] * right_scale(c.config, c.layer)) @ s["attn.kh"].mT,
     "attn.weights": lambda c, s: s["attn.scores"].masked_fill(~c.visible(s["attn.scores"].shape[-1]), -math.inf).softmax(-1),
     "attn.mixed": lambda c, s: s["attn.weights"] @ s["attn.vh"],

@@ -230,11 +230,6 @@ def scheduled(alternative: Alternative, schedule: Schedule) -> Alternative:
     )
 
 
-def within(calls: Calls, tokens: int) -> Calls:
-    """Return the calls for the first ``tokens`` alone."""
-    return tuple((begin, min(end, tokens)) for begin, end in calls if begin < tokens)
-
-
 def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
     """Return formulas that give, from a whole text at once, what ``edits`` give in these calls.
 
@@ -245,7 +240,7 @@ def in_calls(calls: Calls, edits: Edits) -> dict[str, Formula]:
 
 def _by_call(calls: Calls, node: str, formula: Formula, c: Site, s: State) -> Tensor:
     made: list[Tensor] = []
-    for begin, end in within(calls, c.end):
+    for begin, end in ((begin, min(end, c.end)) for begin, end in calls if begin < c.end):  # the text may be cut
         y = formula(Site(c.model, c.layer, begin, end), Lazily(s, partial(_cut, begin, end)))
         made.append(F.pad(y, (0, c.end - end)) if node in SQUARE else y)
     c.model.budget.spend(COST[True] * (len(made) - 1))

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives.alternative import Alternative, Changed, family
-from gpt2.port.graph import ROWS, Formula, Model, Site, State, right_scale, split
+from gpt2.port.graph import ROWS, Model, Site, State, heads_of, right_scale
 from gpt2.port.terms.causes import SCORES, Cause
 
 LETTERS = {"q": "queries", "k": "keys", "v": "values"}
@@ -81,10 +81,10 @@ def comparisons(model: Model) -> Iterator[Alternative]:
         wrong = {one: other for one, other in zip("qkv", order, strict=True) if one != other}
         if wrong and wrong.keys() != {"v"}:
             words = ", ".join(f"the {LETTERS[one]} are the {LETTERS[other]}" for one, other in wrong.items())
-            edits = {f"attn.{one}h": _cut(f"attn.{other}") for one, other in wrong.items()}
+            edits = {f"attn.{one}h": heads_of(f"attn.{other}") for one, other in wrong.items()}
             yield Alternative("qkv-order", words, edits, fix=SCORES, rare=len(set(order)) > 2)
     for source, words in VALUES.items():
-        yield Alternative("value-projection-wrong", words, {"attn.vh": _cut(source)})
+        yield Alternative("value-projection-wrong", words, {"attn.vh": heads_of(source)})
     if len(model.ids) > 1:
         words = "every row of the batch compares its queries with the keys of the first row (axis 0)"
         edits = {"attn.kh": Changed("attn.kh", lambda c, y: y[:1].expand_as(y))}
@@ -100,10 +100,6 @@ def comparisons(model: Model) -> Iterator[Alternative]:
         turned = partial(rotated, halves, sign)
         edits = {node: Changed(node, lambda c, y, turned=turned: turned(y, c.tokens)) for node in ("attn.qh", "attn.kh")}
         yield Alternative("rotary-positions", words, edits, "attn", shared=True)
-
-
-def _cut(source: str) -> Formula:
-    return lambda c, s: split(s[source], c.config.n_head)
 
 
 def rotated(halves: bool, sign: int, x: Tensor, tokens: Tensor) -> Tensor:

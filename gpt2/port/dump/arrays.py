@@ -1,7 +1,7 @@
-"""Find a dump's logits, and say which of its arrays hold which traced point of the right model."""
+"""Find a dump's logits among its arrays, and what an array may be made of."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -12,9 +12,6 @@ from gpt2.config import GPT2Config
 from gpt2.errors import InputError
 from gpt2.measure.dumps import Dump
 from gpt2.measure.metrics import relative_error
-from gpt2.measure.tracing import part_of
-from gpt2.port.graph import AXES, HEADED, PIECES, split
-from gpt2.port.recording.pool import Pool
 
 MAX_PADDING = 128  # a vocabulary is padded to a multiple of this at most
 MASKED = -1e4  # scores of this size or below hide a token
@@ -96,20 +93,6 @@ def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config)
             right = [relative_error(whole[..., :least].double(), row[None, -lead:]) for row in expected]
             row = min(range(batch), key=lambda n: right[n])
             yield whole, slice(row, row + 1)
-
-
-def recognised(pool: Pool, exact: Mapping[str, Tensor], config: GPT2Config) -> dict[str, tuple[str, ...]]:
-    """Return the arrays' names by the traced point whose right value they hold."""
-    found: dict[str, tuple[str, ...]] = {}
-    for point, value in exact.items():
-        if point == "logits":
-            continue
-        part = part_of(point)
-        value = split(value, config.n_head) if part in HEADED else value
-        match = pool.find(value, *AXES.get(part, PIECES), bound=pool.allowance[point])
-        if match is not None:
-            found[point] = tuple(dict.fromkeys(pool.names[number] for number in match.entries))
-    return found
 
 
 def parts(name: str, array: Tensor, config: GPT2Config, rows: int, tokens: int) -> list[tuple[str, Tensor]]:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gpt2.measure.metrics import Progress, worst_relative_error
 from gpt2.measure.tracing import layer_of, point_at
-from gpt2.port.dump.arrays import recognised
 from gpt2.port.dump.dumped import EXCHANGED, Dumped
 from gpt2.port.dump.simulating import DumpExplainer, Evidence, Explanation
 from gpt2.port.graph import MODULES, READS, Model
@@ -98,7 +97,7 @@ class Attempt:
         evidence, _, found = min(explained or in_parts[:1] or done[-1:], key=lambda one: one[2].faults)
         if found.explains:  # arrays that are values of a program with these faults
             values = {point: value for point, value in found.values.items() if point in exact}
-            parts = {Place.of(point).part for point in recognised(dumped.pool, values, dumped.config)}
+            parts = {Place.of(point).part for point in dumped.recognised(values)}
             shown, allowed = (point for point in dumped.order if Place.of(point).part in parts), dumped.allowed(values)
             wrong = (one for one in shown if one in values and worst_relative_error(values[one], exact[one]) > allowed[one])
             return found._replace(first_wrong=next(wrong, found.first_wrong)), {**values, **evidence}

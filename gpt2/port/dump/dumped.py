@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from gpt2.measure.metrics import worst_relative_error
-from gpt2.measure.tracing import point_at, points
+from gpt2.measure.tracing import part_of, point_at, points
 from gpt2.model import GPT2
-from gpt2.port.dump.arrays import Output, parts, recognised
-from gpt2.port.graph import ORDER, Model, State, run_block
+from gpt2.port.dump.arrays import Output, parts
+from gpt2.port.graph import AXES, HEADED, ORDER, PIECES, Model, State, run_block, split
 from gpt2.port.recording.pool import Pool
 from gpt2.port.search.observe import Observation
 from gpt2.port.terms.places import Place
@@ -49,7 +49,7 @@ class Dumped:
             for part, tensor in parts(name, array, self.config, *self.ids.shape):
                 self.pool.add(tensor, part, array.dtype, part == name)
         self.pool.logits, self.pool.logits_dtype = output.logits.double(), output.logits.dtype
-        self.held = recognised(self.pool, exact, self.config)
+        self.held = self.recognised(exact)
         self.has_computed = not self.held.keys() <= {"wte", "wpe"}
         expected = exact["logits"][:, -output.logits.shape[1] :]
         mine = output.logits[..., : self.config.vocab_size].double()
@@ -58,6 +58,17 @@ class Dumped:
         every = [output.logits, *arrays.values()]
         self.coarsest = max((array.dtype for array in every), key=lambda dtype: UNITS[dtype][0])
         self.is_constant = all(bool((one == one.flatten()[0]).all()) for one in every)
+
+    def recognised(self, values: Mapping[str, Tensor]) -> dict[str, tuple[str, ...]]:
+        """Return the arrays' names by the traced point whose value in ``values`` they hold."""
+        found: dict[str, tuple[str, ...]] = {}
+        for point, value in values.items():
+            part = part_of(point)
+            value = split(value, self.config.n_head) if part in HEADED else value
+            bound = self.pool.allowance[point]
+            if point != "logits" and (match := self.pool.find(value, *AXES.get(part, PIECES), bound=bound)) is not None:
+                found[point] = tuple(dict.fromkeys(self.pool.names[number] for number in match.entries))
+        return found
 
     @property
     def is_walkable(self) -> bool:
