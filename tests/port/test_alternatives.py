@@ -1,8 +1,11 @@
 """Tests that come from the table of alternatives itself: each changes something, is named, and has a name of its own."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
+from importlib import import_module
+from inspect import isfunction
+from pkgutil import iter_modules
 
 import numpy as np
 import pytest
@@ -16,10 +19,11 @@ import gpt2
 from gpt2.config import GPT2Config
 from gpt2.measure.tracing import points, trace
 from gpt2.model import GPT2
-from gpt2.port import graph
-from gpt2.port.alternatives import EDITS, alternative, table
-from gpt2.port.alternatives.alternative import FAMILIES, Alternative, Changed, Schedule, Which, in_calls, scheduled
+from gpt2.port import alternatives as package, graph
+from gpt2.port.alternatives import FAMILIES, alternative, table
+from gpt2.port.alternatives.alternative import Alternative, Changed, Schedule, Which, in_calls, scheduled
 from gpt2.port.alternatives.candidates import Candidate
+from gpt2.port.alternatives.outside import standing
 from gpt2.port.graph import ROWS, TEXT, Calls, Edits, Formula, Model, Program, Site
 from gpt2.port.recording.pool import collect
 from gpt2.port.search.batch import Moved, by_node, in_rows
@@ -138,8 +142,11 @@ def test_without_an_alternative_the_graph_is_the_model(calls: Calls) -> None:
 
 
 def test_every_file_adds_to_the_table_and_every_cause_is_known() -> None:
-    """A file that is not imported adds nothing, and a cause without a row ends a report with an exception."""
-    assert {make.__module__ for make in FAMILIES} == {kind.__name__ for kind in EDITS}
+    """A function that no table names adds nothing, and a cause without a row ends a report with an exception."""
+    files = (import_module(f"gpt2.port.alternatives.{one.name}") for one in iter_modules(package.__path__))
+    every = {make for file in files for make in vars(file).values() if isfunction(make)}
+    yielding = {make for make in every if make.__annotations__ == {"model": Model, "return": Iterator[Alternative]}}
+    assert yielding == {*FAMILIES, standing}
     ids_of = {id for one in alternatives() for id, _ in ((one.id, ""), *one.also)}
     assert ids_of <= CAUSES.keys()
     labels = [one.label for make in FAMILIES for one in make(Model(model().state_dict(), CONFIG, ids()))]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
-from gpt2.port.alternatives.alternative import Alternative, changed, family
+from gpt2.port.alternatives.alternative import Alternative, changed
 from gpt2.port.graph import Function, Model
 
 ROOT, CUBIC = math.sqrt(2 / math.pi), 0.044715  # r and c in words
@@ -74,7 +74,6 @@ PLACES = {
 }
 
 
-@family
 def activations(model: Model) -> Iterator[Alternative]:
     """Yield every activation but the checkpoint's, one behind the second layer, and a ReLU where there is no activation."""
     right = SAME.get(model.config.activation_function, model.config.activation_function)

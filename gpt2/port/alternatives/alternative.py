@@ -1,10 +1,10 @@
 """What a program may do in place of GPT-2: an alternative replaces formulas of the graph; a schedule reads a text in calls.
 
-A fault has one place in the code: a line of a table in a file beside this one, or a function there that :func:`family` marks.
+A fault has one place in the code: a line of a table in a file beside this one, or a function there that yields it.
 How a text is read in calls is a factor of its own: :func:`scheduled` makes of any alternative one that is seen in such calls.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property, partial
@@ -17,18 +17,10 @@ from gpt2.port.graph import ATTENTION, COST, OUTSIDE, SQUARE, TEXT, Calls, Edits
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
 
-Family = Callable[[Model], Iterator["Alternative"]]
-FAMILIES: list[Family] = []
 # The part that a report names for a fault of a node, if it is not the node's own name.
 PARTS = {**dict.fromkeys(ATTENTION, "attn"), "embed": "wte", "head": "logits"}
 MOST_TOKENS = 24  # up to which every length of a prompt is tried on a small model
 CHUNKS = (8, 4, 16, 2, 5, 3, 6, 7)  # tokens that are read at a time
-
-
-def family(make: Family) -> Family:
-    """Add a function that yields alternatives to the table."""
-    FAMILIES.append(make)
-    return make
 
 
 class OnTop:

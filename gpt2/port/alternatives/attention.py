@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.config import GPT2Config
-from gpt2.port.alternatives.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.graph import ROWS, Model, Site, State, heads_of, right_scale
 from gpt2.port.terms.causes import SCORES, Cause
 
@@ -58,7 +58,6 @@ def _wanted(config: GPT2Config, right: float) -> str:
     return f"the checkpoint's attention multiplies them by {right:.6g}{head_size}"
 
 
-@family
 def scales(model: Model) -> Iterator[Alternative]:
     """Yield other factors of the scores."""
     config, layers = model.config, range(model.config.n_layer)
@@ -73,7 +72,6 @@ def scales(model: Model) -> Iterator[Alternative]:
             yield Alternative(id, named, {"attn.scores": edit}, silent=same.__getitem__)
 
 
-@family
 def comparisons(model: Model) -> Iterator[Alternative]:
     """Yield other pairs of what is compared, other values, rotary positions, and attention over the rows of the batch."""
     config = model.config

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.graph import ROWS, TEXT, Edits, Formula, Model, Site, State, right_scale, split
 
 AXES = {"B": "batch", "H": "head", "T": "token", "K": "unit"}  # of the heads' results (B, H, T, K)
@@ -37,7 +37,6 @@ def _merging(order: str, exchanged: bool = False) -> Edits:
     return {"attn.heads": lambda c, s: _merged(order, exchanged, s["attn.mixed"])}
 
 
-@family
 def layouts(model: Model) -> Iterator[Alternative]:
     """Yield other ways to cut the width into heads and to merge them."""
     rows, heads = len(model.ids), model.config.n_head
@@ -62,7 +61,6 @@ def layouts(model: Model) -> Iterator[Alternative]:
             yield Alternative("head-layout", words, _merging(order, exchanged), rare=True, sees=sees)
 
 
-@family
 def head_counts(model: Model) -> Iterator[Alternative]:
     """Yield other numbers of heads, with their own factor of the scores and with GPT-2's."""
     own, width = model.config.n_head, model.config.n_embd

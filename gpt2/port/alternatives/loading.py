@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives import entries
-from gpt2.port.alternatives.alternative import Alternative, family
+from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.norms import normed
 from gpt2.port.graph import MODULES, READS, RIGHT, Edits, Formula, Function, Model, Site, State, affine
 
@@ -36,7 +36,6 @@ def altered(weight: Function = lambda x: x, bias: Function = lambda x: x) -> Cha
     return lambda c, module: (weight(c.held(module)[0]), bias(c.held(module)[1]))
 
 
-@family
 def matrices(model: Model) -> Iterator[Alternative]:
     """Yield matrices that are turned or reordered, one at a time and together; of c_attn, the bias alike, or alone."""
     for module, nodes in NODES_OF.items():
@@ -62,7 +61,6 @@ def matrices(model: Model) -> Iterator[Alternative]:
     yield Alternative("transposed", words, read(altered(entries.RESHAPED.change), *MODULES), "")
 
 
-@family
 def biases(model: Model) -> Iterator[Alternative]:
     """Yield biases that are lost, added several times, or taken from elsewhere."""
     for module, what in WHAT.items():
@@ -84,7 +82,6 @@ def biases(model: Model) -> Iterator[Alternative]:
     yield Alternative("wrong-tensor", words, read(begin, "mlp.c_proj"), "mlp.c_proj.bias")
 
 
-@family
 def other_blocks(model: Model) -> Iterator[Alternative]:
     """Yield blocks that hold the tensors of another block: all of them, or those of one module."""
     layers = model.config.n_layer

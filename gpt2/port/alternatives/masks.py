@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Changed, family, lengths
+from gpt2.port.alternatives.alternative import Alternative, Changed, lengths
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site, State
 from gpt2.port.terms.causes import MASKED
 
@@ -80,7 +80,6 @@ def ahead(mask: Mask) -> bool:
     return bool(mask(every[:, None], every, 0).triu(1).any())
 
 
-@family
 def masks(model: Model) -> Iterator[Alternative]:
     """Yield other masks, other numbers in the place of hidden scores, the mask behind the softmax, and windows."""
     every = torch.arange(model.ids.shape[1])
@@ -103,7 +102,6 @@ def masks(model: Model) -> Iterator[Alternative]:
         yield _weighed("mask-strict", words, window, sees="", fix=fix, rare=True, shared=True)
 
 
-@family
 def softmaxes(model: Model) -> Iterator[Alternative]:
     """Yield softmaxes over other axes, with every mask, and none at all."""
     sizes = {1: model.config.n_head, 0: len(model.ids)}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, family
+from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.graph import ROWS, TEXT, Formula, Model, Site
 
 SOURCES = {"ln_1": "x", "ln_2": "mid", "ln_f": "x"}  # what each norm takes
@@ -107,7 +107,6 @@ def _formula(how: Mapping[str, Any], c: Site, x: Tensor, part: str) -> Tensor:
     return layer_norm(x, weight, bias, **how)
 
 
-@family
 def formulas(model: Model) -> Iterator[Alternative]:
     """Yield other formulas of the norms, other axes, and norms that are left out, or run twice."""
     rows, given = len(model.ids), model.config.layer_norm_epsilon
@@ -145,7 +144,6 @@ def formulas(model: Model) -> Iterator[Alternative]:
     yield Alternative("norm-missing", words, {part: none[part] for part in OTHERS})
 
 
-@family
 def numbers(model: Model) -> Iterator[Alternative]:
     """Yield norms with the weight or bias of the other norm of the block."""
     for leaves, what in (((0,), "the weight is"), ((1,), "the bias is"), ((0, 1), "weight and bias are")):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Changed, family
+from gpt2.port.alternatives.alternative import Alternative, Changed
 from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.alternatives.wiring import usual_factors
 from gpt2.port.graph import ROWS, Formula, Function, Model, Site, embedding
@@ -66,7 +66,6 @@ def other_rows(model: Model) -> Iterator[tuple[str, Rows, str]]:
     yield from ((words, rows, sees) for words, (rows, sees) in OTHER_ROWS.items())
 
 
-@family
 def positions(model: Model) -> Iterator[Alternative]:
     """Yield other positions; also beside token embeddings that are multiplied by the root of the width, as people do."""
     root, room, table = math.sqrt(model.config.n_embd), model.config.n_positions, model.state["wpe.weight"]
@@ -96,7 +95,6 @@ def standing(model: Model) -> Iterator[Alternative]:
         yield Alternative("position-offset", f"every token is given position {row}", {"embed": stay}, "wpe")
 
 
-@family
 def embeddings(model: Model) -> Iterator[Alternative]:
     """Yield embeddings that are multiplied or normed, and a head whose table was reshaped."""
     root = math.sqrt(model.config.n_embd)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, changed, family
+from gpt2.port.alternatives.alternative import Alternative, changed
 from gpt2.port.alternatives.loading import MATRICES, NODES_OF, altered, read
 from gpt2.port.alternatives.norms import layer_norm, normed
 from gpt2.port.graph import Edits, Function, Model, Site, State
@@ -48,7 +48,6 @@ CACHED: dict[str, Function] = {**FLOATS, "8 bits, a scale for each token and hea
 INTEGERS: dict[str, Function] = {"int8": partial(in_integers, (0,)), "int8 a tensor": partial(in_integers, ())}
 
 
-@family
 def values(model: Model) -> Iterator[Alternative]:
     """Yield values of one node in fewer bits, and of several together."""
     for dtype, narrow in FLOATS.items():
@@ -65,7 +64,6 @@ def values(model: Model) -> Iterator[Alternative]:
         yield Alternative(ID, f"{what} rounded to {dtype}", edits, "attn", fix=fix, rare=True, shared=True)
 
 
-@family
 def parameters(model: Model) -> Iterator[Alternative]:
     """Yield parameters in fewer bits: all of them, or some matrices."""
     narrowing: dict[str, Function] = {name: lambda x, dtype=dtype: x.to(dtype).to(x) for name, dtype in NARROW.items()}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from torch import Tensor
 
-from gpt2.port.alternatives.alternative import Alternative, Rerouted, family
+from gpt2.port.alternatives.alternative import Alternative, Rerouted
 from gpt2.port.alternatives.attention import LETTERS
 from gpt2.port.alternatives.norms import layer_norm
 from gpt2.port.graph import ORDER, Formula, Model, Site, run_block
@@ -70,7 +70,6 @@ def _sums(model: Model) -> Iterator[tuple[str, str, Adding]]:
         yield "extra-norm", f"{{}} is normalised before it is added, by {how}", _normed(norm, False)
 
 
-@family
 def sums(model: Model) -> Iterator[Alternative]:
     """Yield the wrong sums, behind each branch and behind both; and norms behind the branches or the sums, with none before."""
     for (id, words, adding), nodes in itertools.product(_sums(model), (("mid",), ("",), BOTH)):
@@ -85,7 +84,6 @@ def sums(model: Model) -> Iterator[Alternative]:
         yield Alternative("post-norm", words, edits, "" if nodes == BOTH else SUMS[nodes[0]][2], rare=nodes != BOTH)
 
 
-@family
 def whole_blocks(model: Model) -> Iterator[Alternative]:
     """Yield blocks that do not run, run twice, or run their branches side by side, and an output projection that is missing."""
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
@@ -112,7 +110,6 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     yield Alternative(id, f"{words}, and the layer has no bias", {"attn.c_proj": around}, also=also, rare=True)
 
 
-@family
 def reroutes(model: Model) -> Iterator[Alternative]:
     """Yield nodes that read another value than GPT-2's."""
     for letters in (*itertools.combinations(LETTERS, 2), *itertools.combinations(LETTERS, 1)):
