@@ -165,7 +165,7 @@ def test_weights_that_are_recorded_show_how_heads_were_split_and_the_walk_is_eno
     def never(*_: object) -> None:
         raise AssertionError("operators were fitted")
 
-    monkeypatch.setattr("gpt2.port.fits.Fits.fit", never)
+    monkeypatch.setattr("gpt2.port.search.explainer.node_fit", never)
     diagnosis = gpt2.diagnose(dump(two_faults(), torch.float32, IDS[:1]), MODEL)
     assert causes(diagnosis) == [("layernorm-unbiased-variance", "h.*.ln_1, h.*.ln_2, ln_f"), ("head-layout", "h.*.attn")]
 

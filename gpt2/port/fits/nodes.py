@@ -4,8 +4,9 @@ Fits are asked where no alternative of the table explains a node. Nothing here n
 Shapes: (B, T, D); q, k (B, H, T, K); ids (B, T).
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -31,57 +32,49 @@ BENT = 1.9  # 2 cos(frequency) of the fastest column at most: a straight line ha
 ROUGH = 0.1  # mean square of the steps from one argument to the next, of the variance of the results
 
 
-class Fits:
-    """The fits of all nodes of a ``model``; ``check`` raises Spent."""
+def node_fit(model: Model, layer: int, node: str, state: State, seen: Observed) -> Fit | None:
+    """Return what ``node`` of a block computes from those in ``state`` to give ``seen``; None if nothing fits."""
+    model.budget.check()
+    rows = seen.wrong_rows()
+    return next(
+        filter(None, itertools.chain(_dropped(node, state, seen, rows), _numbers(model, layer, node, state, seen, rows))), None
+    )
 
-    def __init__(self, model: Model, check: Callable[[], None]) -> None:
-        self.model, self.config, self.check, self.vectors = model, model.config, check, vectors_of(model.state)
 
-    def fit(self, layer: int, node: str, state: State, seen: Observed) -> Fit | None:
-        """Return what ``node`` computes from those in ``state`` to give ``seen``; None if nothing fits."""
-        rows = seen.wrong_rows()
-        for family in (self._dropped, self._numbers):
-            self.check()
-            if (fit := next(filter(None, family(layer, node, state, seen, rows)), None)) is not None:
-                return fit
-        return None
+def _dropped(node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:
+    """Yield entries that are zero at random: of the branch that a sum adds, or of the node."""
+    part = "attn" if node in ATTENTION else node
+    if node in SUMS:
+        stream = state[SUMS[node][0]]
+        branch = Observed(seen.value - stream, seen.slack, seen.bound, seen.right - stream, seen.number)
+        fit = dropped(branch, rows, part)
+        yield fit and fit._replace(value=fit.value + stream)
+    yield dropped(seen, rows, part)
 
-    def _dropped(self, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:
-        """Yield entries that are zero at random: of the branch that a sum adds, or of the node."""
-        part = "attn" if node in ATTENTION else node
-        if node in SUMS:
-            stream = state[SUMS[node][0]]
-            branch = Observed(seen.value - stream, seen.slack, seen.bound, seen.right - stream, seen.number)
-            fit = dropped(branch, rows, part)
-            yield fit and fit._replace(value=fit.value + stream)
-        yield dropped(seen, rows, part)
 
-    def _numbers(self, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:
-        """Yield the free numbers of the node's own formula."""
-        if node in MODULES:
-            linear = Linear(node, *self.model.site(layer).linear(node), self.vectors)
-            yield from linear.fits(seen, state[READS[node][0]], rows)
-        elif node in ("ln_1", "ln_2"):
-            numbers = self.model.site(layer).numbers(node)
-            norm = Norm(node, *numbers, self.config.layer_norm_epsilon, self.vectors)
-            yield from norm.fits(seen, state[SOURCES[node]], rows)
-        elif node == "attn.weights":
-            q, k = (split(state[f"attn.{letter}"], self.config.n_head) for letter in "qk")
-            yield scores_fit(seen, q, k, self.config, layer, rows)
-            yield mask_fit(seen, q, k, right_scale(self.config, layer), self.model.ids, rows)
-        elif node == "mlp.act":
-            yield activation_fit(seen, state["mlp.c_fc"], rows)
-        elif node in SUMS:
-            yield sum_fit(seen, self._terms(node, state), rows, node)
-
-    def _terms(self, node: str, state: State) -> dict[str, Tensor]:
-        """Return what a sum may hold, GPT-2's two terms first."""
+def _numbers(model: Model, layer: int, node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:
+    """Yield the free numbers of the node's own formula."""
+    site, config = model.site(layer), model.config
+    if node in MODULES:
+        linear = Linear(node, *site.linear(node), vectors_of(model.state))
+        yield from linear.fits(seen, state[READS[node][0]], rows)
+    elif node in ("ln_1", "ln_2"):
+        norm = Norm(node, *site.numbers(node), config.layer_norm_epsilon, vectors_of(model.state))
+        yield from norm.fits(seen, state[SOURCES[node]], rows)
+    elif node == "attn.weights":
+        q, k = (split(state[f"attn.{letter}"], config.n_head) for letter in "qk")
+        yield scores_fit(seen, q, k, config, layer, rows)
+        yield mask_fit(seen, q, k, right_scale(config, layer), model.ids, rows)
+    elif node == "mlp.act":
+        yield activation_fit(seen, state["mlp.c_fc"], rows)
+    elif node in SUMS:
         names = {"the block's input": "x", "attention's result": "attn.c_proj", "attention's normed input": "ln_1"}
-        if node != "mid":
+        if node != "mid":  # GPT-2's two terms are the first
             own = {"the stream after attention": "mid", "the feed-forward's result": "mlp.c_proj"}
             names = {**own, **names, "the feed-forward's normed input": "ln_2"}
-        terms = {words: state[name] for words, name in names.items()}
-        return {words: one for words, one in terms.items() if one.shape == state["x"].shape and bool(one.isfinite().all())}
+        terms = ((words, state[name]) for words, name in names.items())
+        usable = {words: one for words, one in terms if one.shape == state["x"].shape and bool(one.isfinite().all())}
+        yield sum_fit(seen, usable, rows, node)
 
 
 def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str) -> Fit | None:

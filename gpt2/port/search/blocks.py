@@ -147,7 +147,7 @@ class Blocks:
         rows.sort(key=lambda row: row[0])
         most = rows_together(self.model, 1, len(self.model.table) if is_last else 1)
         for few in (rows[n : n + most] for n in range(0, len(rows), most)):
-            self.observation.check()
+            self.model.budget.check()
             shown = self._shown(base, [begin for begin, *_ in few], [edits for *_, edits in few], until, but)
             yield from (one for (_, one, _), is_shown in zip(few, shown, strict=True) if is_shown)
 

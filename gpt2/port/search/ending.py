@@ -1,11 +1,11 @@
 """Read off how the logits follow from the last stream: by which norm and head, and what changes them in the end."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from gpt2.port.fits.affine import Linear, Norm
+from gpt2.port.fits.affine import Linear, Norm, vectors_of
 from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.graph import Entrance
 from gpt2.port.search.blamed import Blamed
@@ -18,8 +18,8 @@ from gpt2.port.terms.tolerance import UNITS, stored
 class LastPart:
     """The last norm and the head: a part behind the last block, of which the logits are shown."""
 
-    def __init__(self, blocks: Blocks, blamed: Blamed, vectors: Mapping[str, Tensor]) -> None:
-        self.blocks, self.blamed, self.vectors = blocks, blamed, vectors
+    def __init__(self, blocks: Blocks, blamed: Blamed) -> None:
+        self.blocks, self.blamed = blocks, blamed
         self.observation, self.model, self.pool = blocks.observation, blocks.model, blocks.observation.pool
         self.table, self.normed = self.model.table, dict[str, Tensor]()  # the last normed stream, if it is found
         self.logits = self.pool.logits[..., : len(self.table)]
@@ -39,7 +39,7 @@ class LastPart:
         allowed = {"logits": self.pool.tolerance_at("logits") + stored(self.logits, self.pool.logits_dtype)}
         part = Part(self.model, "logits", Entrance(self.model.config.n_layer, {"x": x}), {"logits": self.logits}, allowed)
         every = [fit.candidate for fit in PartSearch(part).fits()]
-        self.observation.check()
+        self.model.budget.check()
         fits = [one for one in every if (fitted or not one.head) and all(fault.id != "untied-head" for fault in one.head)]
         if fits:
             earlier = {one for some in self.blocks.known for one in some}
@@ -58,9 +58,10 @@ class LastPart:
 
     def _fitted(self, x: Tensor, right: Tensor, normed: Tensor, other_norm: bool) -> Iterator[tuple[str, Fit]]:
         """Yield fits of the last norm to its recorded result, where that is not GPT-2's, and of the head to the logits."""
-        norm = Norm("ln_f", *self.model.site(0).numbers("ln_f"), self.model.config.layer_norm_epsilon, self.vectors)
+        vectors, numbers = vectors_of(self.model.state), self.model.site(0).numbers("ln_f")
+        norm = Norm("ln_f", *numbers, self.model.config.layer_norm_epsilon, vectors)
         for seen in self.observation.unexplained("ln_f", right, ()) if other_norm else ():
-            self.observation.check()
+            self.model.budget.check()
             fit = next(filter(None, norm.fits(seen, x, seen.wrong_rows())), None)
             if fit is not None and self.observation.are_logits(fit.value, self.table):
                 yield "ln_f", fit
@@ -68,6 +69,6 @@ class LastPart:
             unit, smallest = UNITS[self.pool.logits_dtype]
             slack, bound = unit * self.logits.abs() + smallest, self.pool.tolerance_at("logits")
             seen, none = Observed(self.logits, slack, bound, normed @ self.table.T, -1), torch.zeros(len(self.table)).double()
-            head = Linear("logits", self.table.T, none, self.vectors)
+            head = Linear("logits", self.table.T, none, vectors)
             rows = seen.wrong_rows()
             yield from (("logits", fit) for fit in (head.fits(seen, normed, rows) if bool(rows.any()) else ()) if fit is not None)

@@ -12,7 +12,7 @@ from torch import Tensor
 from gpt2.errors import misfit
 from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.candidates import Candidate
-from gpt2.port.fits.nodes import Fits
+from gpt2.port.fits.nodes import node_fit
 from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, ORDER
 from gpt2.port.search.batch import Batch
@@ -34,7 +34,6 @@ class Explainer:
         self.observation, self.model = blocks.observation, blocks.model
         self.widens = self.of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
         self.inner = [one for one in known(self.model) if one.edits and not one.steps]
-        self.fits = Fits(self.model, self.observation.check)
         self.reached: Trial | None = None  # as far as alternatives explain the last block
         self.resumed = False  # behind a block that nothing explains
 
@@ -101,7 +100,7 @@ class Explainer:
             part, rows = self.blocks.part(base, node, arrays[0]), torch.stack([seen.value[:1] for seen in arrays])
             bounds = part.bound * rows.square().flatten(1).mean(1).sqrt()
             for few, values in Batch(part, 1).values(some):
-                self.observation.check()
+                self.model.budget.check()
                 ends = (values.flatten(1)[:, None, -PROBED:] - rows.flatten(1)[:, -PROBED:]).abs().amax(-1) <= bounds  # (N, R)
                 both = ends.nonzero().tolist()
                 near = dict.fromkeys(n for n, row in both if bool((values[n] - rows[row]).abs().amax() <= bounds[row]))
@@ -118,7 +117,7 @@ class Explainer:
         if parts := [self.blocks.part(base, node, seen) for seen in itertools.islice(arrays, MOST_ARRAYS)]:
             search = PartSearch(parts[0], others=parts[1:])
             yield from search.nearest(search.faults.singles())
-            self.observation.check()
+            self.model.budget.check()
 
     def _widened(self, base: Trial, part: Trial | None) -> tuple[Trial | None, Trial | None]:
         """Return a block as explained, else the best part, to the precision of float32, in which a module may keep constants."""
@@ -158,7 +157,7 @@ class Explainer:
         wholes, parts = list[Trial](), list[Trial]()
         shown = ""  # the first node that an explanation shows: what does not change it is no better one
         for one in some:
-            self.observation.check()
+            self.model.budget.check()
             trial = self.blocks.tried(base, one) if _changes(one, shown) else None
             if trial is None:
                 continue
@@ -177,7 +176,7 @@ class Explainer:
         for node, seen in self._targets(base, 1):
             part = self.blocks.part(base, node, seen)
             for some in PartSearch(part).in_calls():
-                self.observation.check()
+                self.model.budget.check()
                 tried = (self.blocks.tried(base, one) for candidate in some for one, _ in candidate.sites)
                 trials = [trial for trial in tried if trial is not None and self.blocks.goes_on(trial)]
                 if trials:
@@ -232,10 +231,10 @@ class Explainer:
 
     def _with_fit(self, base: Trial, node: str, seen: Observed) -> Trial | None:
         """Return ``base`` with a node as what an array shows was computed."""
-        self.observation.check()
+        self.model.budget.check()
         fit = None
         with misfit():  # of a block with another number of heads
-            fit = self.fits.fit(base.layer, node, base.state, seen)
+            fit = node_fit(self.model, base.layer, node, base.state, seen)
         trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
         if fit is None or trial is None:
             return None
@@ -247,7 +246,7 @@ class Explainer:
 
     def _confirmed(self, base: Trial, one: Alternative) -> int:
         """Return 2 if an array that is given as the value of a node explains the block, 1 if what follows is found, else 0."""
-        self.observation.check()
+        self.model.budget.check()
         trial = self.blocks.tried(base, one)
         if trial is None:
             return 0

@@ -34,10 +34,6 @@ class Observation:
         self.pool, self.model, self.heads = pool, model, model.config.n_head
         self.used: set[int] = set()
 
-    def check(self) -> None:
-        """Raise :class:`gpt2.port.terms.budget.Spent` where the budget is spent."""
-        self.pool.budget.check()
-
     def find(self, node: str, value: Tensor, fault: bool = False) -> Seen | None:
         """Return the program's numbers for a node's value, if they are among its arrays; ``fault``: with the narrower bound."""
         given = self._laid(node, value)

@@ -95,7 +95,7 @@ class Search:
         self.observation = Observation(pool, self.model)
         self.blocks = Blocks(self.observation, self.model)
         self.explainer = Explainer(self.blocks, blamed.right is not None)
-        self.ending = LastPart(self.blocks, self.blamed, self.explainer.fits.vectors)
+        self.ending = LastPart(self.blocks, self.blamed)
         self.values: dict[str, Tensor] = {}
         self.computed: dict[str, Tensor] = {}  # whether found or not
         self.lost: str | None = None
@@ -175,7 +175,7 @@ class Search:
             return own
         options = list[tuple[tuple[object, ...], Alternative, Tensor]]()
         for candidate in self._other_embeddings(right):
-            self.observation.check()
+            self.model.budget.check()
             x = self.model.embed(candidate.program)
             if x.shape != right.shape or torch.equal(x, right):
                 continue
@@ -207,7 +207,7 @@ class Search:
         """Return embeddings as what an array shows was computed; None if nothing fits that the first block shows."""
         wte, wpe = (self.model.state[f"{name}.weight"] for name in ("wte", "wpe"))
         for seen in itertools.islice(self.observation.unexplained("embed", right, ()), MOST_TRIED):
-            self.observation.check()
+            self.model.budget.check()
             rows = seen.wrong_rows()
             fit = dropped(seen, rows, "embed") or embedding_fit(seen, self.model.ids, wte, wpe, rows)
             own = None if fit is None else self.observation.find("embed", fit.value)
@@ -286,7 +286,7 @@ class Search:
         """Return a block that nothing explains with its result as an array that the next block confirms; None if none is."""
         if base.layer + 1 < self.layers:
             for seen in self.observation.unexplained("", base.state[""], base.seen.values()):
-                self.observation.check()
+                self.model.budget.check()
                 if self.blocks.shown_behind(base.layer, seen.value, base.alternatives):
                     self.observation.used |= self.observation.pool.again(seen.number)
                     self.explainer.resumed = True
