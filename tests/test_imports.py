@@ -70,7 +70,7 @@ def imports(path: Path) -> set[str]:
 
 
 def room_of(module: str, depth: int) -> str:
-    """``gpt2.port.dump.arrays`` -> ``port``, and at depth 2 ``dump``."""
+    """``gpt2.port.dump.dumped`` -> ``port``, and at depth 2 ``dump``."""
     return module.split(".")[depth] if module.count(".") >= depth else ""
 
 

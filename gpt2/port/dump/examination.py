@@ -17,9 +17,8 @@ from gpt2.measure.dumps import STEP, Dump, dump_of, of_a_step, read
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.tracing import trace
 from gpt2.model import GPT2
-from gpt2.port.dump.arrays import find_output
 from gpt2.port.dump.attempt import Attempt
-from gpt2.port.dump.dumped import Dumped
+from gpt2.port.dump.dumped import Dumped, find_output
 from gpt2.port.search.logits import Reference, padding_causes
 from gpt2.port.terms.budget import few_threads, of_model
 from gpt2.port.terms.ranking import ranked
