@@ -20,5 +20,5 @@ FAMILIES: tuple[Callable[[Model], Iterator[Alternative]], ...] = (
 
 
 def table(model: Model) -> list[Alternative]:
-    """Return every alternative for a model; no two have one label."""
-    return [one for make in FAMILIES for one in make(model)]
+    """Return every alternative for a model; no two have one label. They are made once."""
+    return model.always("alternatives", lambda: [one for make in FAMILIES for one in make(model)])

@@ -42,15 +42,22 @@ class Attempt:
 
     def run(self, budget: Budget) -> None:
         """Walk through the recorded values, if there are enough of them; then simulate what the walk does not explain."""
-        walked = self._walked(budget.part(2)) if not self.settled and self.dumped.is_walkable else None
-        if walked is not None:
-            self.first, self.settled = walked.first or self.first, walked.explained
-            self.causes = list(walked.causes) if walked.explained else []
         if self.settled:
             return
-        if len(flat := self.dumped.output.logits.flatten(0, 1)) > 1 and bool((flat == flat[0]).all()):
+        dumped, pool = self.dumped, self.dumped.pool
+        walked: Walked | None = None
+        model = Model(dumped.reference.state_dict(), dumped.config, dumped.ids, budget=budget)
+        if dumped.is_walkable:
+            model.budget = pool.budget = budget.part(2)
+            walked = Search(pool, Blamed(model, dumped.exact), self.progress).run()
+            model.budget, pool.budget = budget, Budget()
+            self.first, self.settled = walked.first or self.first, walked.explained
+            if walked.explained:
+                self.causes = list(walked.causes)
+                return
+        if len(flat := dumped.output.logits.flatten(0, 1)) > 1 and bool((flat == flat[0]).all()):
             self.notes.append("your logits are the same at every position: look where the positions or the context are lost")
-        found, evidence = self._simulated(budget, {} if walked is None else walked.values)
+        found, evidence = self._simulated(model, {} if walked is None else walked.values)
         self.settled = found.explains
         self._place(found, evidence, walked, budget)
         named = list(self._named(found))
@@ -61,23 +68,12 @@ class Attempt:
         if walked is not None and walked.ended and not self.settled:
             self.notes.append(walked.ended)
 
-    def _model(self, budget: Budget) -> Model:
-        return Model(self.dumped.reference.state_dict(), self.dumped.config, self.dumped.ids, budget=budget)
-
-    def _walked(self, budget: Budget) -> Walked:
-        pool = self.dumped.pool
-        pool.budget = budget
-        walked = Search(pool, Blamed(self._model(budget), self.dumped.exact), self.progress).run()
-        pool.budget = Budget()
-        return walked
-
-    def _simulated(self, budget: Budget, known: Mapping[str, Tensor]) -> tuple[Explanation, Evidence]:
+    def _simulated(self, model: Model, known: Mapping[str, Tensor]) -> tuple[Explanation, Evidence]:
         """Return what explains the dump best, with its arrays at one place of a block or another, and this evidence.
 
         ``known``: recorded values by traced point, as a walk found them, which is perhaps not so.
         """
-        dumped, exact, model = self.dumped, self.dumped.exact, self._model(budget)
-        right = dumped.shown
+        dumped, exact, right = self.dumped, self.dumped.exact, self.dumped.shown
         walked = right | {point: value for point, value in known.items() if Place.of(point).part not in EXCHANGED}
         lost = walked.keys() != right.keys()
         placed = [] if lost else [right | values for values in dumped.placements(model)]
@@ -85,7 +81,7 @@ class Attempt:
         one_fault = [(one, True) for one in plain] if len(placed) + len(plain) > 1 else []  # comes before one in each part
         done, explained = list[tuple[Evidence, bool, Explanation]](), list[tuple[Evidence, bool, Explanation]]()
         for given, at_once in (*((one, False) for one in placed), *one_fault, *((one, False) for one in plain)):
-            if done and (budget.spent or (explained and done[-1][1])):
+            if done and (model.budget.spent or (explained and done[-1][1])):
                 break
             evidence = {**given, "logits": dumped.output.logits.double()}
             explainer = DumpExplainer(model, evidence, dumped.allowed(evidence), self.progress, at_once)

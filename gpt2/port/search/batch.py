@@ -91,10 +91,11 @@ class Batch:
     """Runs programs on the first ``rows`` and ``tokens`` of a part, all if None; in float32 if the model is large."""
 
     def __init__(self, part: Part, rows: int | None = None, tokens: int | None = None) -> None:
-        exact, self.part, single = part.model, part, torch.float32
+        self.part, exact = part, part.model
         whole = exact
         if not exact.small:
-            whole = exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, single, exact.budget))
+            whole = exact.always("float32", lambda: Model(exact.state, exact.config, exact.ids, torch.float32))
+            whole.budget = exact.budget
         self.model = whole.on_ids(whole.ids[:rows, :tokens]) if rows or tokens else whole
         wanted = part.shown[part.end]
         self.columns = torch.arange(wanted.shape[-1])

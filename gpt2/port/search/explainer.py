@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from gpt2.errors import misfit
+from gpt2.port.alternatives import table
 from gpt2.port.alternatives.alternative import Alternative
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.fits.nodes import node_fit
@@ -17,7 +18,7 @@ from gpt2.port.fits.observed import Observed
 from gpt2.port.graph import ATTENTION, HIDDEN, ORDER
 from gpt2.port.search.batch import Batch
 from gpt2.port.search.blocks import BEHIND, FIRST, WHOLE, Blocks, Trial
-from gpt2.port.search.matching import PartSearch, known
+from gpt2.port.search.matching import PartSearch
 
 MOST_FAULTS = 6  # alternatives of one block
 MOST_ARRAYS, MOST_TRIED = 3, 24  # that may be the value of a node, the likest first
@@ -33,7 +34,7 @@ class Explainer:
         self.blocks, self.of_module = blocks, of_module
         self.observation, self.model = blocks.observation, blocks.model
         self.widens = self.of_module and not self.observation.pool.narrow  # constants in float32 may be all that hides a fault
-        self.inner = [one for one in known(self.model) if one.edits and not one.steps]
+        self.inner = [one for one in table(self.model) if one.edits and not one.steps]
         self.reached: Trial | None = None  # as far as alternatives explain the last block
         self.resumed = False  # behind a block that nothing explains
 

@@ -13,7 +13,7 @@ from gpt2.port.alternatives import table
 from gpt2.port.alternatives.alternative import Alternative, Schedule, Which, prompts, prompts_in_chunks, scheduled, schedules
 from gpt2.port.alternatives.candidates import Candidate
 from gpt2.port.alternatives.outside import orders, standing
-from gpt2.port.graph import ROWS, TEXT, Model
+from gpt2.port.graph import ROWS, TEXT
 from gpt2.port.search.batch import Batch
 from gpt2.port.search.part import BETTER, Fitting, Part
 
@@ -27,11 +27,6 @@ SINGLE = "single faults"
 Giving = dict[tuple[object, ...], list[Alternative]]  # alternatives that give the first calls of a text, by these calls
 
 
-def known(model: Model) -> list[Alternative]:
-    """Return every alternative for a model; they are made once."""
-    return model.always("alternatives", lambda: table(model))
-
-
 class Faults:
     """What may be wrong in a part. ``plain``: formulas; ``steps``: what shows only in several calls; ``mixing``: what differs in
     a text that is read in calls."""
@@ -39,7 +34,7 @@ class Faults:
     def __init__(self, part: Part) -> None:
         self.part, self.model, self.tokens = part, part.model, part.model.ids.shape[1]
         self.is_first, self.small = part.entrance is None, part.model.small
-        every = [one for one in known(self.model) if one.outside or self._computes(one)]
+        every = [one for one in table(self.model) if one.outside or self._computes(one)]
         self.plain, self.steps = ([one for one in every if one.steps == steps] for steps in (False, True))
         mixing = (one for one in (*self.plain, *self.steps) if (one.sees or one.steps) and one.sees != ROWS)
         self.mixing = [one for one in mixing if self._is_inside(one)]
