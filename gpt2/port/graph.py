@@ -224,11 +224,6 @@ class Site:
         """The embeddings (B, t, D) of this call's tokens, without positions."""
         return self.model.state["wte.weight"][self.model.ids[:, self.begin : self.end]]
 
-    def embedded(self, like: Tensor) -> Tensor:
-        """Return the embeddings of the tokens of this call, for as many rows as ``like`` (B, t, D) has."""
-        rows = self.right("embed", {})
-        return rows.repeat(max(1, len(like) // len(rows)), 1, 1)[:, : like.shape[1]]
-
     @property
     def tokens(self) -> Tensor:
         """The numbers of this call's tokens (t, 1)."""

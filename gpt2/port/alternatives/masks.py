@@ -6,7 +6,6 @@ A mask says which key j a query t sees; ``a`` is the first token of the call.
 import itertools
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
@@ -42,13 +41,6 @@ IN_CALLS: dict[str, Mask] = {
 AXES = {-2: "over the queries", 1: "over the heads", 0: "over the batch"}
 
 
-def _masked(mask: Mask, fill: float, axis: int, c: Site, s: State) -> Tensor:
-    """Return the weights; where nothing is seen, they are 0 if ``fill`` is minus infinity."""
-    scores = s["attn.scores"]
-    weights = scores.masked_fill(~mask(c.tokens, torch.arange(scores.shape[-1]), c.begin), fill).softmax(axis)
-    return weights.nan_to_num(0.0) if fill == -math.inf else weights
-
-
 def _summed_over_queries(scores: Tensor, seen: Tensor) -> Tensor:
     scores = scores.masked_fill(~seen, -math.inf)
     some = (scores - scores.amax(-1, keepdim=True)).exp()
@@ -67,7 +59,14 @@ def _weighed(id: str, words: str, formula: Formula, *also: tuple[str, str], sees
 
 
 def seeing(mask: Mask, fill: float = -math.inf, axis: int = -1) -> Formula:
-    return partial(_masked, mask, fill, axis)
+    """Return the formula of the weights with a mask; where nothing is seen, they are 0 if ``fill`` is minus infinity."""
+
+    def weights(c: Site, s: State) -> Tensor:
+        scores = s["attn.scores"]
+        made = scores.masked_fill(~mask(c.tokens, torch.arange(scores.shape[-1]), c.begin), fill).softmax(axis)
+        return made.nan_to_num(0.0) if fill == -math.inf else made
+
+    return weights
 
 
 def _visibly(weigh: Callable[[Tensor, Tensor], Tensor]) -> Formula:

@@ -88,7 +88,7 @@ def whole_blocks(model: Model) -> Iterator[Alternative]:
     """Yield blocks that do not run, run twice, or run their branches side by side, and an output projection that is missing."""
     yield Alternative("layer-missing", "it does not run", {"": lambda c, s: s["x"]})
     words = "the block takes the embeddings, not the result of the block before: what the blocks before give has no effect"
-    begins: dict[str, Formula] = {n: (lambda c, s, n=n: c.right(n, {**s, "x": c.embedded(s["x"])})) for n in ("ln_1", "mid")}
+    begins: dict[str, Formula] = {n: (lambda c, s, n=n: c.right(n, {**s, "x": c.right("embed", {})})) for n in ("ln_1", "mid")}
     yield Alternative("layer-missing", words, begins, "", silent=lambda layer: layer == 0)
     again: Formula = lambda c, s: run_block(c, {"x": c.right("", s)}, {})[""]  # noqa: E731
     yield Alternative("layer-repeated", "it runs twice, on its own result", {"": again})

@@ -47,9 +47,7 @@ class Blamed:
     far, each with alternatives that explain it alike (``ties``). ``first``: the first place that is not GPT-2's.
     """
 
-    def __init__(
-        self, model: Model, exact: Mapping[str, Tensor], right: Model | None = None, rounding: Tolerance | None = None
-    ) -> None:
+    def __init__(self, model: Model, exact: State, right: Model | None = None, rounding: Tolerance | None = None) -> None:
         self.model, self.exact, self.right, self.rounding = model, exact, right, rounding
         self.ran: list[int] = []
         self.ties: list[tuple[Alternative, ...]] = []

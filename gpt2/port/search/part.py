@@ -54,9 +54,7 @@ class Part:
     node number ``until``. ``softmaxed``: what the program made of its logits.
     """
 
-    def __init__(
-        self, model: Model, end: str, entrance: Entrance | None, shown: Mapping[str, Tensor], tolerance: Mapping[str, float]
-    ) -> None:
+    def __init__(self, model: Model, end: str, entrance: Entrance | None, shown: State, tolerance: Mapping[str, float]) -> None:
         self.model, self.end, self.entrance, self.shown, self.tolerance = model, end, entrance, shown, tolerance
         self.is_last, place = end in ("logits", "ln_f"), Place.of(end)
         last = model.config.n_layer if self.is_last else 0 if place.layer is None else place.layer + 1
