@@ -127,18 +127,18 @@ def test_info_and_notes_name_it_too(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_a_port_may_have_a_mask_of_minus_infinity(tmp_path: Path) -> None:
     """A mask is often a parameter that is not trained: nothing in it is damaged, and compare must not refuse the port."""
-    port = tmp_path / "port.py"
+    port, model = tmp_path / "port.py", str(write_checkpoint(tmp_path / "model"))
     port.write_text(
         "import gpt2, torch\n\n"
         "class Port(torch.nn.Module):\n"
         "    def __init__(self):\n"
         "        super().__init__()\n"
-        "        self.model = gpt2.load('shakespeare-mini')\n"
+        f"        self.model = gpt2.load({model!r})\n"
         "        self.mask = torch.nn.Parameter(torch.full((4, 4), -torch.inf).triu(1), requires_grad=False)\n\n"
         "    def forward(self, ids):\n"
         "        return self.model(ids)\n\n"
         "def right():\n    return Port()\n"
     )
     out = tmp_path / "out.json"
-    assert main(["compare", "shakespeare-mini", f"{port}:right", "--tokens", "40", "--json", str(out)]) == 0
+    assert main(["compare", model, f"{port}:right", "--tokens", "40", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["distributions"]["same_top"]["value"] == 1

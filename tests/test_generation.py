@@ -113,11 +113,11 @@ def test_a_padded_batch_continues_each_row_as_if_alone(use_cache: bool) -> None:
         width = max(map(len, batch)) + (chosen == [1, 2])  # once with a column of padding in every row
         ids = torch.tensor([[0] * (width - len(row)) + row for row in batch])
         mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in batch])
-        for given in (mask, mask.bool()):
-            found = generate(model, ids, new, temperature=0, attention_mask=given, use_cache=use_cache)
-            assert found.shape == (len(batch), width + new)
-            for i, result in zip(chosen, found.tolist(), strict=True):
-                assert result[width - len(rows[i]) :] == alone[i]
+        given = mask.bool() if len(batch) == 2 else mask
+        found = generate(model, ids, new, temperature=0, attention_mask=given, use_cache=use_cache)
+        assert found.shape == (len(batch), width + new)
+        for i, result in zip(chosen, found.tolist(), strict=True):
+            assert result[width - len(rows[i]) :] == alone[i]
 
 
 @pytest.mark.parametrize("settings", [{}, {"temperature": 0.7, "top_k": 9}, {"top_p": 0.8}])

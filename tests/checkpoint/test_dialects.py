@@ -104,7 +104,7 @@ NANO = replace(TINY, n_embd=48, n_layer=3)  # minGPT's "gpt-nano": its name impl
 LINEAR = partial(sharded, change=turned)
 STEP = {"global_step": torch.tensor(5)}  # of a fine-tuned model
 CRFM = replace(TINY, scale_attn_by_inverse_layer_idx=True, reorder_and_upcast_attn=True)
-CEREBRAS = replace(TINY, n_embd=34, n_head=17, n_inner=136, n_positions=2048, activation_function="gelu")
+CEREBRAS = replace(TINY, n_embd=34, n_head=17, n_inner=136, n_layer=1, n_positions=2048, activation_function="gelu")
 RINNA = replace(TINY, vocab_size=44, n_inner=50, activation_function="gelu_fast")
 UNSCALED = replace(TINY, scale_attn_weights=False)
 ODD = replace(TINY, vocab_size=100, n_embd=15)

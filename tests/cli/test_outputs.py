@@ -12,6 +12,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 from support.commands import ASSET, mistake, refusal
+from support.random_models import write_checkpoint
 
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.checkpoint.containers import MappedFile
@@ -96,10 +97,10 @@ def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], t
 
 def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, capsys) -> None:
     """``export m out --json out/config.json`` left a report in place of the config. A result may be written again."""
-    folder = tmp_path / "model"
+    folder, model = tmp_path / "model", str(write_checkpoint(tmp_path / "tiny"))
     folder.mkdir()
-    for name in ("config.json", "tokenizer.json"):  # the first before anything is written
-        assert "would be lost" in mistake(capsys, "export", "shakespeare-mini", str(folder), "--json", str(folder / name))
+    for name in ("config.json", "vocab.json"):  # the first before anything is written
+        assert "would be lost" in mistake(capsys, "export", model, str(folder), "--json", str(folder / name))
         assert bool(os.listdir(folder)) == (name != "config.json")
     (folder / "empty").touch()
     (folder / "mine.html").write_text(f"<!doctype html>{' ' * 400}")

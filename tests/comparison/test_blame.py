@@ -98,13 +98,13 @@ def test_a_quantised_file_and_what_is_kept(
     gpt2.save(sensitive, gpt2.load_tokenizer(base), tmp_path / "base")
     gguf = {"format": "gguf", "type": "q8_0"}
     export(base, tmp_path / "q8", **gguf)
-    assert main(["compare", base, str(tmp_path / "q8"), "--on", text, "--tokens", "300", "--blame", "--json", "-"]) == 0
+    assert main(["compare", base, str(tmp_path / "q8"), "--on", text, "--tokens", "150", "--blame", "--json", "-"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert max(found["blame"]["halves"], key=lambda part: part["alone"]["value"])["name"] == "h.1.mlp"
     export(base, tmp_path / "kept", keep=("h.1",), **gguf)
-    monkeypatch.setattr("gpt2.comparison.pairs.TOKENS", 299)
-    compared = gpt2.compare(base, str(tmp_path / "kept"), on=text, tokens=300, blame=True)
-    assert compared.blame.tokens == 298
+    monkeypatch.setattr("gpt2.comparison.pairs.TOKENS", 149)
+    compared = gpt2.compare(base, str(tmp_path / "kept"), on=text, tokens=150, blame=True)
+    assert compared.blame.tokens == 148
     assert compared.distributions.kl_ab.mean.value < found["distributions"]["kl_ab"]["mean"]["value"] / 2
     assert "h.1" not in [part.name for part in compared.blame.parts]
     assert max(map(len, compared.table(80).partition("Blame")[2].splitlines())) <= 80

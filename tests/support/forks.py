@@ -35,9 +35,10 @@ from typing import Any
 TESTS = Path(__file__).parents[1]
 # Imported before the forks: heavy modules, and ours. Never `huggingface_hub`, which reads the environment when it is imported.
 TORCH = "torch gpt2.model"
-MODULES = f"{TORCH} torch._dynamo torch.distributed.fsdp httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console"
+MODULES = f"{TORCH} httpx2 httpcore2 truststore yaml filelock._soft tqdm.auto rich.console"
 MODULES += " tiktoken gpt2.cli.main gpt2.train.loop gpt2.comparison.run"
-# 1.2 s more; it imports the Hub's client: for processes whose environment says of the Hub what that of the tests says.
+RANKS = f"{MODULES} torch._dynamo torch.distributed.fsdp"  # 1.3 s more: for processes that exchange gradients
+# 3 s more; it imports the Hub's client: for processes whose environment says of the Hub what that of the tests says.
 WITH_TRANSFORMERS = f"{MODULES} transformers.models.gpt2.modeling_gpt2"
 CALL = "import pickle, sys; f, x = pickle.loads(bytes.fromhex(sys.argv[1])); print(pickle.dumps(f(*x)).hex())"
 
@@ -116,9 +117,9 @@ def run(*words: str | Path, status: int = 0, timeout: float = 120, **settings: A
     return finished(Fork(*words, **settings), status, timeout)
 
 
-def call(target: Callable[..., object], *arguments: object) -> Fork:
+def call(target: Callable[..., object], *arguments: object, modules: str = MODULES) -> Fork:
     """Start a process that calls ``target``; :func:`returned` waits for what it returns."""
-    return Fork("-c", CALL, pickle.dumps((target, arguments)).hex())
+    return Fork("-c", CALL, pickle.dumps((target, arguments)).hex(), modules=modules)
 
 
 def returned(process: Fork) -> Any:

@@ -42,7 +42,7 @@ def job(size: int, work: Callable[[int], object]) -> list:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    ranks = [forks.call(member, rank, size, port, work) for rank in range(size)]
+    ranks = [forks.call(member, rank, size, port, work, modules=forks.RANKS) for rank in range(size)]
     try:
         return [forks.returned(process) for process in ranks]
     finally:
