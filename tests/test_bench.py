@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.commands import refusal
+from support.random_models import write_checkpoint
 
 import gpt2
 from gpt2.bench import Ours, Spread, Transformers, bench, interleaved, machine, ratio, train_step
@@ -33,7 +34,7 @@ def test_a_ratio_is_taken_pair_by_pair() -> None:
     assert str(Spread(2, 1.5, 3)) == "2.00 (1.50 .. 3.00)"
 
 
-def test_a_table_and_json_of_the_same_rows(capsys: pytest.CaptureFixture) -> None:
+def test_a_table_and_json_of_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """Possible bugs: tokens per second above a column of seconds, or an inverted ratio."""
     found = bench("shakespeare-mini", pairs=1, context=16, tokens=4)
     assert [row.unit for row in found.rows] == ["s", "tokens/s", "tokens/s", "tokens/s"]
@@ -43,7 +44,7 @@ def test_a_table_and_json_of_the_same_rows(capsys: pytest.CaptureFixture) -> Non
         assert row.what in found.table()
     assert json.loads(found.to_json())["machine"] == json.loads(json.dumps(machine())) | {"load": found.machine["load"]}
     assert found.parameters == 1_915_360
-    assert main(["bench", "--pairs", "1", "--context", "8", "--tokens", "2", "--json", "-"]) == 0
+    assert main(["bench", str(write_checkpoint(tmp_path)), "--pairs", "1", "--context", "8", "--tokens", "2", "--json", "-"]) == 0
     assert [row["what"] for row in json.loads(capsys.readouterr().out)["rows"]][1] == "prefill 1 x 8"
 
 

@@ -45,7 +45,7 @@ def shallow(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_checkpoint(tmp_path_factory.mktemp("shallow"), n_embd=24, n_layer=1))
 
 
-QUICK = ("TF32", "mask ignored", "ignored gradient")
+QUICK = ("TF32", "ignored gradient")
 CASES = [pytest.param(x, id=x.name, marks=() if x.name.startswith(QUICK) else pytest.mark.slow) for x in RIGHT + WRONG]
 
 

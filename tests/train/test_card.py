@@ -146,7 +146,7 @@ def test_a_run_that_never_improved_says_so(init: Path, recipe, tmp_path: Path, c
     file, said = toml(recipe, tmp_path / "tiny.toml"), []
     for name, rate in (("worse", "optim.lr=0"), ("better", "optim.lr=0.001")):
         words = ["train", str(file), "--init", str(init), "--out", str(tmp_path / name), "--set", "optim.min_lr=0"]
-        assert main([*words, "--set", rate]) == 0
+        assert main([*words, "--set", rate, "--set", "steps=3"]) == 0
         best = tmp_path / name / "best"
         last, text = capsys.readouterr().out.splitlines()[-1], (best / CARD).read_text()
         said.append(("initial weights, unchanged" in last, "initial weights, unchanged" in text))
