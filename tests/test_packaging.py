@@ -28,7 +28,7 @@ def run(*command: str | Path, cwd: Path) -> str:
 
 @pytest.mark.slow
 def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path: Path) -> None:
-    """A template or recipe that is not package data is missing for users only. The build is not isolated: no network."""
+    """A template or recipe that is not in the wheel is missing for users only. The build is not isolated: no network."""
     source, dist, empty = tmp_path / "source", tmp_path / "dist", tmp_path / "empty"
     empty.mkdir()
     source.mkdir()
@@ -37,7 +37,7 @@ def test_the_wheel_is_whole_and_does_the_main_job_from_an_empty_folder(tmp_path:
         copy(ROOT / part, source / part, **({"ignore": shutil.ignore_patterns("__pycache__")} if copy is shutil.copytree else {}))
     inside = {str(path.relative_to(source)) for path in (source / "gpt2").rglob("*") if path.is_file()}
     dist.mkdir()
-    builds = "import sys; from setuptools import build_meta; getattr(build_meta, f'build_{sys.argv[1]}')(sys.argv[2])"
+    builds = "import sys; from flit_core import buildapi; getattr(buildapi, f'build_{sys.argv[1]}')(sys.argv[2])"
     run(sys.executable, "-c", builds, "sdist", dist, cwd=source)
     (sdist,) = dist.glob("*.tar.gz")
     shutil.unpack_archive(sdist, tmp_path / "unpacked", filter="data")
