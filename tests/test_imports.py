@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -44,18 +43,10 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
-def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """What stands in a node, but expressions, which are most of a file."""
-    for each in ast.iter_child_nodes(node):
-        if not isinstance(each, ast.expr):
-            yield each
-            yield from statements(each)
-
-
 @cache
 def nodes_of(path: Path) -> list[ast.ImportFrom | ast.Import | ast.ClassDef]:
     """Its imports and classes, wherever they stand."""
-    return [node for node in statements(tree_of(path)) if isinstance(node, ast.ImportFrom | ast.Import | ast.ClassDef)]
+    return [node for node in ast.walk(tree_of(path)) if isinstance(node, ast.ImportFrom | ast.Import | ast.ClassDef)]
 
 
 @cache
@@ -119,7 +110,7 @@ def test_a_planted_import_to_the_right_is_seen(place: str, source: str, found: s
     """Negative control."""
     assert (PACKAGE / "port" / place).exists()
     monkeypatch.setitem(globals(), "imports", imports.__wrapped__)
-    monkeypatch.setitem(globals(), "nodes_of", lambda path: statements(ast.parse(source)))
+    monkeypatch.setitem(globals(), "nodes_of", lambda path: ast.walk(ast.parse(source)))
     assert misled(PACKAGE / "port" / place, PORT, 2) == found
 
 

@@ -313,15 +313,7 @@ def start(hub: HubStandIn, home: Path) -> forks.Fork:
     return forks.Fork("-m", "gpt2", "info", "org/name", environ=hub.environ(home))
 
 
-@pytest.mark.parametrize(
-    ("name", "number"),
-    [
-        ("model.safetensors", signal.SIGINT),
-        ("config.json", signal.SIGKILL),
-        pytest.param("config.json", signal.SIGINT, marks=pytest.mark.slow),
-        pytest.param("model.safetensors", signal.SIGKILL, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize(("name", "number"), [("model.safetensors", signal.SIGINT), ("config.json", signal.SIGKILL)])
 def test_a_download_that_a_signal_ended_is_done_again(hub: HubStandIn, tmp_path: Path, name: str, number: int) -> None:
     """The client's threads wait for their files after a Ctrl-C, and a part of a file must not be taken for it."""
     hub.hold("org/name", name, after=len(FILES[name]) // 2)
