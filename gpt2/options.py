@@ -36,6 +36,14 @@ def device_option(what: str = "where the model runs", default: str | None = "cpu
     return option(f"{what}: cpu, cuda, cuda:1, mps, or auto for the first of cuda, mps and cpu that is here", "D", default)
 
 
+def setting(override: str) -> tuple[str, str]:
+    """Split ``key=value``. Raises InputError: it is something else."""
+    key, separator, text = (part.strip() for part in override.partition("="))
+    if not separator or not key:
+        raise InputError(f"--set {override}: write key=value, as in optim.lr=3e-4")
+    return key, text
+
+
 def whole(text: str) -> int:
     """Read a whole number that fits 64 bits."""
     with suppress(ValueError):

@@ -48,10 +48,10 @@ class TraceSettings(ModelSettings):
 def run(args: TraceSettings) -> int:
     import numpy as np
 
+    from gpt2.options import setting
     from gpt2.traces.batch import read_ids
     from gpt2.traces.files import STATE_FORM, require_form
     from gpt2.traces.run import trace
-    from gpt2.train.recipe import setting
 
     form = require_form(args.out)
     options = pick(args, "ids", "text", "tokens", "gradients", "steps", "dtype", "device", "revision", "offline")

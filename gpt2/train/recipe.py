@@ -15,6 +15,7 @@ from gpt2.config import ACTIVATIONS, MAX_FLOAT, MAX_SIZE, number, quoted
 from gpt2.data.files import read_all
 from gpt2.errors import InputError, alike, did_you_mean
 from gpt2.optim import Optim, described as _key
+from gpt2.options import setting
 
 FOLDER = Path(__file__).parent / "recipes"
 NAME = re.compile(r"[^/\\:\x00-\x1f\x7f-\x9f\ud800-\udfff]{1,100}")  # a run's name: one component of a path on any system
@@ -238,14 +239,6 @@ def read(name: str, overrides: Iterable[str] = ()) -> Recipe:
     for override in overrides:
         _apply(raw, override)
     return build({"name": path.stem, **raw}, str(path))
-
-
-def setting(override: str) -> tuple[str, str]:
-    """Split ``key=value``. Raises InputError: it is something else."""
-    key, separator, text = (part.strip() for part in override.partition("="))
-    if not separator or not key:
-        raise InputError(f"--set {override}: write key=value, as in optim.lr=3e-4")
-    return key, text
 
 
 def _apply(raw: dict[str, Any], override: str) -> None:

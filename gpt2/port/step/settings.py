@@ -7,6 +7,7 @@ from typing import Any
 
 from gpt2.errors import InputError, did_you_mean
 from gpt2.optim import Optim, learning_rate
+from gpt2.options import setting
 
 COUNTS = ("steps", "batch_size", "context", "grad_accum")  # 1 or more
 WHOLE = (*COUNTS, "optim.warmup")
@@ -39,7 +40,7 @@ class StepSettings:
     @classmethod
     def of(cls, given: Iterable[str] | Mapping[str, object]) -> "StepSettings":
         """Return the settings of ``key=value`` lines, or of a mapping by their keys. Raises InputError: a bad key or value."""
-        values = dict(given) if isinstance(given, Mapping) else dict(map(_parted, given))
+        values = dict(given) if isinstance(given, Mapping) else dict(map(setting, given))
         for key in values.keys() - KEYS:
             hint = did_you_mean(key, KEYS) or f"; keys are {', '.join(KEYS)}"
             raise InputError(f"--set {key}: not a setting of a training step{hint}")
@@ -64,13 +65,6 @@ class StepSettings:
 
 OPTIM = {one.name for one in fields(Optim)}
 KEYS = {PROMPT if one == "padded" else f"optim.{one}" if one in OPTIM else one: one for one in StepSettings.__annotations__}
-
-
-def _parted(line: str) -> tuple[str, str]:
-    key, sign, text = (part.strip() for part in line.partition("="))
-    if not sign or not key:
-        raise InputError(f"--set {line}: write key=value, as in optim.lr=3e-4")
-    return key, text
 
 
 def _value(key: str, value: object) -> float | bool:
