@@ -144,6 +144,8 @@ def diagnose_step(
     from gpt2.model import GPT2
     from gpt2.port.mapping import load_into
     from gpt2.port.step.examination import StepExamination
+    from gpt2.port.step.gradients import Roles
+    from gpt2.port.step.sessions import StepSubject
     from gpt2.port.step.settings import StepSettings
     from gpt2.port.terms.budget import few_threads
 
@@ -158,5 +160,6 @@ def diagnose_step(
     require_intact(ours, f"the right model{ours.name and f', {ours.name}'}")
     forward, mapping = examine_module(module, ours, False, silent)
     with few_threads(ours.config.num_parameters()):
-        diagnosis = StepExamination(module, make_step, ours, known, forward, mapping, watch).diagnosis()
+        subject = StepSubject(module, make_step, ours.config.vocab_size, watch)
+        diagnosis = StepExamination(subject, ours, known, forward, Roles(module, mapping)).diagnosis()
     return replace(diagnosis, checkpoint="a model" if isinstance(model, GPT2) else str(model))

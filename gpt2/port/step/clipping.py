@@ -28,21 +28,17 @@ class ClipKind(NamedTuple):
 
 
 NORM = ClipKind("clip-threshold", "the norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, g.total))
-LARGEST = ClipKind(
-    "clip-norm",
-    "its largest absolute value is clipped to {:.6g}",
-    lambda g: dict.fromkeys(g, max((one.largest for one in g.values()), default=0.0)),
-)
+MAX = ClipKind("clip-norm", "its max norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, max(x.largest for x in g.values())))
 EACH = ClipKind("clip-per-tensor", "that of each parameter is clipped to {:.6g}", lambda g: {n: one.two for n, one in g.items()})
 ENTRY = ClipKind("clip-by-value", "entries beyond {:.6g} are cut", lambda g: {n: one.largest for n, one in g.items()})
-WAYS = (NORM, LARGEST, EACH, ENTRY)  # of two that explain the gradients as well, the first
+WAYS = (NORM, MAX, EACH, ENTRY)  # of two that explain the gradients as well, the first
 
 
 @dataclass(frozen=True)
 class Clip:
     """What an update uses of a gradient: ``share`` times it, and what is beyond ``limit`` scaled down or, of ENTRY, cut off.
 
-    ``share`` is what a GradScaler or the number of parts divides by. ``largest``: the largest norm that went through.
+    ``share`` is what a GradScaler, at first, or the number of parts divides by. ``largest``: the largest norm that went through.
     ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: norms
     beyond the limit that went through as they were.
     """
@@ -55,12 +51,20 @@ class Clip:
     odd: tuple[str, ...] = ()
     passed: tuple[float, ...] = ()
 
+    def shares(self, updates: Sequence[Update], number: int) -> list[float]:
+        """Return the share of a call, the first of which is 0; if it is clipped, what a scaler may have made of it until then."""
+        ratios = [median(_ratios(*pair).values()) for pair in map(_both, updates) if pair[0]]
+        unseen = [self.share * 2.0**power for power in sorted(range(-number, number + 1), key=abs)]
+        return [one for one in ratios if _doubled(one, self.share)] or unseen
+
     def errors(self, held: Gradient, used: Gradient) -> dict[str, float]:
         """Return how far the gradient of each parameter that the update used is from what this clip makes of it, relative."""
-        factors = [self.share] * len(used)
+        ratio = median(_ratios(held, used).values())
+        share = ratio if _doubled(ratio, self.share) else self.share
+        factors = [share] * len(used)
         if self.kind and self.kind is not ENTRY:
             sizes = self.kind.sizes(held)
-            factors = [self.share * min(1.0, self.limit / (self.share * sizes[name] + 1e-6)) for name in used]
+            factors = [share * min(1.0, self.limit / (share * sizes[name] + 1e-6)) for name in used]
         wanted, made = [one.values for one in used.values()], [*torch._foreach_mul([held[n].values for n in used], factors)]
         if self.kind is ENTRY:
             made = [one.clamp(-self.limit, self.limit) for one in made]
@@ -75,20 +79,18 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     if not groups:
         return Clip()
     pairs = [pair for group in groups for pair in group]
-    ratios = [{name: _ratio(one.values, used[name].values) for name, one in held.items()} for held, used in pairs]
+    ratios = [_ratios(*pair) for pair in pairs]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
     for held, _ in pairs:  # as clipping saw them
         for name, factor in outliers.items():
             if (one := held.get(name)) is not None:
                 held[name] = one.times(abs(factor))
-    clip = _explained(pairs, small[-1] if spread(small) <= SAME < abs(small[-1] - 1) else 1.0)
-    if clip.odd and not (other := _explained(pairs, small[0])).odd:  # a scaled gradient may be clipped in its second call
-        clip = other
-    return replace(clip, outliers=outliers)
+    share = small[0] if spread(small) <= SAME or _doubled(small[0], 1.0) else 1.0  # the second may be clipped
+    return replace(_explained(pairs, share), outliers=outliers)
 
 
 def _explained(pairs: Sequence[tuple[Gradient, Gradient]], share: float) -> Clip:
-    """Return the way that explains these gradients best, which are always multiplied by ``share``."""
+    """Return the way that explains these gradients best, of which the first are multiplied by ``share``."""
     ways = [Clip(share=share)]
     untouched = [ways[0].errors(*pair) for pair in pairs]
     if cut := [used for (_, used), errors in zip(pairs, untouched, strict=True) if _most(errors) > EXACT]:
@@ -108,10 +110,15 @@ def _both(update: Update) -> tuple[Gradient, Gradient]:
     return Gradient({name: update.held[name] for name in names}), Gradient({name: update.gradient[name] for name in names})
 
 
-def _ratio(held: torch.Tensor, used: torch.Tensor) -> float:
-    """Return by what ``held`` is multiplied, in the sense of least squares; 1 if it is zero."""
-    size = float(held @ held)
-    return float(held @ used) / size if size else 1.0
+def _ratios(held: Gradient, used: Gradient) -> dict[str, float]:
+    """Return by what the gradient of each parameter is multiplied, in the sense of least squares; 1 if it is zero."""
+    pairs = {name: (one.values, used[name].values) for name, one in held.items()}
+    return {name: float(one @ other) / size if (size := float(one @ one)) else 1.0 for name, (one, other) in pairs.items()}
+
+
+def _doubled(one: float, other: float) -> bool:
+    """Return whether a number is another one, doubled or halved any number of times."""
+    return one * other > 0 and abs(math.remainder(math.log2(one / other), 1.0)) <= SAME
 
 
 def _most(found: dict[str, float]) -> float:

@@ -6,17 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 
 import torch
-from torch import nn
 
 from gpt2.errors import InputError
-from gpt2.measure.metrics import Progress
 from gpt2.model import GPT2
-from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
 from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss
-from gpt2.port.step.sessions import MakeStep, StepError, StepSubject, random_batch
+from gpt2.port.step.sessions import StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import FITS, StepMoves
 from gpt2.port.step.watching import Watched
@@ -24,7 +21,7 @@ from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
 
 CALLS, CALLS_LARGE = 6, 4  # of the first session; of a large module's
-HUGE, TINY = 100.0, 1e-8  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
+HUGE, TINY = 100.0, 1e-10  # factors of the last norm (and, for TINY, of the token embedding) that change the gradients' size
 BACKWARD = 16.0  # times the error of the logits, as of a constant in float32: how far off gradients may be
 ROUNDINGS = 4.0  # how many roundings of what a step computes in its gradients may be off
 OTHER = 1e-6  # error of logits of another function
@@ -35,28 +32,19 @@ OPERATORS = "seen in its operators"
 class StepExamination:
     """The checks of one step; :meth:`diagnosis` runs them. Raises InputError as :func:`gpt2.diagnose_step` does."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        make_step: MakeStep,
-        ours: GPT2,
-        settings: StepSettings,
-        forward: Diagnosis,
-        mapping: WeightMap | None,
-        watch: Progress,
-    ) -> None:
-        self.ours, self.settings, self.forward, self.roles = ours, settings, forward, Roles(module, mapping)
-        self.subject = StepSubject(module, make_step, ours.config.vocab_size, watch)
+    def __init__(self, subject: StepSubject, ours: GPT2, settings: StepSettings, forward: Diagnosis, roles: Roles) -> None:
+        self.subject, self.ours, self.settings, self.forward, self.roles = subject, ours, settings, forward, roles
         self.findings = StepFindings(self._places)
 
     def diagnosis(self) -> Diagnosis:
         """Run the sessions, compare each stage with what the stage before it really gave, and sum up."""
         self.calls = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
-        self.huge, self.tiny = self._scaled_sessions()
-        tables = self.roles.names_of("wte", "head") if self.ours.config.tie_word_embeddings else []
-        apart = [name for name in tables if name in self.sampler.parameters]
-        self.untied = apart[:2] if len(apart) > 1 else []  # the token embedding and the head, if these are two in the step
+        self.scaled = self._scaled_sessions()
+        tables = [name for name in self.roles.names_of("wte", "head") if name in self.sampler.parameters]
+        self.untied = (
+            tables[:2] if len(tables) > 1 and self.ours.config.tie_word_embeddings else []
+        )  # the token embedding and the head, if these are two in the step
         self._clip_and_update()
         self._loss()
         self._gradients()
@@ -83,8 +71,7 @@ class StepExamination:
         last, tables = self.roles.names_of("ln_f", "ln_f.weight", "ln_f.bias"), self.roles.names_of("wte", "head")
         if last and tables:
             return [self._session((100, 101), *how) for how in ((last, HUGE), ([*last, *tables], TINY))]
-        words = "the parts of your module were not recognised: clipping was judged with one size of gradients only"
-        self.findings.notes.append(words)
+        self.findings.notes.append("the parts of your module were not recognised: clipping was judged with gradients of one size")
         return [[], []]
 
     def _require_training(self) -> None:
@@ -99,21 +86,20 @@ class StepExamination:
     # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
 
     def _clip_and_update(self) -> None:
-        findings, sessions = self.findings, [self.calls, self.huge, self.tiny]
-        judge_accumulation(findings, [*self.calls, *self.huge])
-        if many := max(len(call.updates) for call in self.calls) - 1:
-            detail = f"the parameters are updated {many + 1} times in a step, after each part of its batch"
-            findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
+        findings, sessions = self.findings, [self.calls, *self.scaled]
+        judge_accumulation(findings, [*self.calls, *self.scaled[0]])
         roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
         moves, limit = StepMoves(findings, sessions, self.settings, roles), self.settings.clip or 1.0
         if moves.odd:
             hidden = [[replace(call, updates=[u.clipped(limit) for u in call.updates]) for call in calls] for calls in sessions]
             if not (other := StepMoves(findings, hidden, self.settings, roles)).odd:
-                moves, sessions = other, hidden
-        updates = [[update for call in calls for update in call.updates] for calls in sessions]
-        self.clip = read_clipping(updates)
+                moves = other
+        self.clip = read_clipping(moves.sessions)
         if moves.fits:
             moves.judge()
+        if not moves.unknown and (many := max(len(call.updates) for call in self.calls)) > 1:
+            detail = f"the parameters are updated {many} times in a step, after each part of its batch"
+            findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
         seen = any(one.error <= FITS for one in moves.known.values()) or any(call.by_optimizer for call in self.calls)
         if seen or not moves.unknown or self.clip.kind or self.clip.odd:  # the gradient is used as it is seen
             judge_clipping(findings, self.clip, self.settings.clip)
@@ -121,12 +107,11 @@ class StepExamination:
             words = f"norms up to {self.clip.largest:.3g} are not seen to be clipped, but may be where they are used"
             findings.leave_open("clip", words)
         # where the rule is known, parameters that are written to, and stay, have a rate of zero
-        known = bool(moves.fits) and not moves.odd
-        silent = sum(not (call.updates if known else call.changes) for call in self.calls)
+        silent = sum(not (call.updates if moves.fits and not moves.odd else call.changes) for call in self.calls)
         if 0 < silent < len(self.calls):
             findings.add("update-skipped", "optimizer", f"{silent} of {len(self.calls)} calls change no parameter")
-        arrived = self.calls[0].arrived()
-        still = [n for n, one in arrived.items() if one.two > DEAD * arrived.total and not any(u.moves(n) for u in updates[0])]
+        arrived, first = self.calls[0].arrived(), moves.sessions[0]
+        still = [n for n, one in arrived.items() if one.two > DEAD * arrived.total and not any(u.moves(n) for u in first)]
         # half precision hides changes where a copy is rounded
         if still and moves.fits and not (moves.odd and self.subject.halved):
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
@@ -134,7 +119,7 @@ class StepExamination:
     def _loss(self) -> None:
         findings, known = self.findings, len(self.findings.causes)
         for number, call in enumerate(self.calls):
-            judge_loss(findings, call, self._batch(number), self.clip.share, self.ours.config.eos_token_id)
+            judge_loss(findings, call, self._batch(number), self.clip.shares(call.updates, number), self.ours.config.eos_token_id)
             if number:  # the first call's gradients are compared as well
                 call.forwards.clear()
             if "loss" in findings.unknown:
@@ -142,15 +127,13 @@ class StepExamination:
         if not (self.settings.padded or findings.causes[known:] or "loss" in findings.unknown):
             self._padded()
         judge_dropout(findings, (p for call in self.calls for p in call.dropouts), self.settings.dropout)
-        if any(call.half for call in self.calls):
-            findings.add("logits-half-precision", "loss", "the softmax of the loss reads logits in half precision", OPERATORS)
 
     def _padded(self) -> None:
         """Try a batch in which some targets are -100, which the settings do not have; a step that refuses it is not faulty."""
         batch, own = self._batch(50, padded=True), StepFindings(self._places)
         with suppress(InputError):
             (call,), _ = self.subject.session([batch])
-            judge_loss(own, call, batch, self.clip.share, self.ours.config.eos_token_id)
+            judge_loss(own, call, batch, [self.clip.share], self.ours.config.eos_token_id)
         for cause in (cause for cause in own.causes if cause.id in PADDED):
             self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
 
@@ -191,16 +174,15 @@ class StepExamination:
             calls, _ = self.subject.session([self._batch(seed) for seed in range(3 if halved else 2)], as_written=True)
         except StepError as error:
             findings.notes.append(f"in float64 your step runs; as written it does not: {error}")
-            return
-        if any(call.half for call in calls) and not halved:
-            detail = "as written, in your own dtypes, the softmax of the loss reads logits in half precision"
-            findings.add("logits-half-precision", "loss", detail, OPERATORS)
+            calls = []
+        if any(call.half for call in [*self.calls, *calls * (not halved)]):
+            findings.add("logits-half-precision", "loss", "the softmax of the loss reads logits in half precision", OPERATORS)
         if any(exact.changes and not written.changes for written, exact in zip(calls, self.calls, strict=False)):
             detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
             findings.add("update-skipped", "optimizer", detail, "parameters before and after the step")
         elif not all(math.isfinite(call.loss) for call in calls):
             raise InputError("the step returns NaN as written, and a number in float64; an overflow in half precision?")
-        elif halved:
+        elif halved and calls:
             self._lost_to_rounding(calls[-1], self.calls[len(calls) - 1], halved)
 
     def _lost_to_rounding(self, written: Watched, exact: Watched, names: list[str]) -> None:

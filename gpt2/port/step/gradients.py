@@ -140,30 +140,29 @@ def judge_gradients(
 
 
 def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:
-    """Solve how much of each backward pass of an update, and of the gradient before it, is in ``.grad`` after the last one."""
-    kept, parts, unknown = list[float](), list[float](), False
+    """Solve how much of each backward pass of an update, and of the gradient before it, is in each ``.grad`` at the end."""
+    olds, parts, unknown = dict[str, float](), list[float](), False
     for call in calls:
         before, done = call.start, 0
         for update in call.updates:
             passes, held = call.backwards[done : update.backwards], update.held
-            names = [n for n in held if update.moves(n) and all(n in one for one in passes)]  # what stays is not zeroed either
-            if names:
-                seen = (*passes, before)
-                columns = [torch.cat([one[n].values if n in one else 0 * held[n].values for n in names]) for one in seen]
-                basis, size = torch.stack(columns, -1), torch.cat([held[n].values for n in names])[:, None]
-                shares = torch.linalg.lstsq(basis, size, driver="gelsd").solution  # the default may pivot a column of zeros first
-                shares *= shares.abs() * basis.norm(dim=0)[:, None] >= 1e-9 * size.norm()
-                unknown = unknown or float((basis @ shares - size).norm()) > 1e-6 * float(size.norm())
-                *own, old = shares[:, 0].tolist()
-                parts += own
-                kept += [old] * (abs(old) > 1e-6)
+            for name in (n for n in held if update.moves(n) and all(n in one for one in passes)):  # what stays is not zeroed
+                size, seen = held[name].values, [one[name].values for one in (*passes, before) if name in one]
+                if held[name].two > DEAD * held.total and len(size) >= 2 * len(seen) > 0:
+                    basis = torch.stack(seen, -1)
+                    shares = torch.linalg.lstsq(basis, size[:, None], driver="gelsd").solution[:, 0]  # columns may be zero
+                    shares *= shares.abs() * basis.norm(dim=0) >= 1e-9 * size.norm()
+                    unknown = unknown or float((basis @ shares - size).norm()) > 1e-6 * float(size.norm())
+                    parts += shares[: len(passes)].tolist()
+                    olds[name] = max(olds.get(name, 0.0), float(shares[len(passes) :].sum()), key=abs)
             before, done = update.gradient, update.backwards
+    kept = {name: old for name, old in olds.items() if abs(old) > 1e-6}
     other = [share for share in parts if abs(share) >= 1e-6 and abs(share - 1) > 1e-6]
     lost = not other and any(abs(share) < 1e-6 for share in parts)  # clipped after each part, huge gradients are as good as lost
     if kept:
-        times = "" if abs(median(kept) - 1) < 1e-3 else f"{median(kept):.3g} times "
+        times = "" if abs((old := median(kept.values())) - 1) < 1e-3 else f"{old:.3g} times "
         detail = f"each backward pass adds to {times}the gradient of the step before"
-        findings.add("gradient-not-zeroed", "gradient", detail, ADDED)
+        findings.add("gradient-not-zeroed", [*kept] if len(kept) < len(olds) else "gradient", detail, ADDED)
     if lost:
         findings.add("accumulation-last-only", "gradient", "the gradient is zeroed between the parts of a batch", ADDED)
     if other or unknown:

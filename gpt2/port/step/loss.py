@@ -4,7 +4,7 @@ For logits l with p = softmax(l), label k and weight w, the gradient of a mean c
 of s gives w (p - (1 - s) 1_k - s/V), and logits times c give w c (softmax(c l) - 1_k). So each row says what it was trained on.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -114,8 +114,8 @@ def _free_numbers(wanted: Tensor, at: Tensor, label: int) -> tuple[tuple[float, 
     return (float(smoothed / weight), 1.0), (0.0, float(log @ x / (x @ x)))
 
 
-def judge_loss(findings: StepFindings, call: Watched, batch: StepBatch, factor: float, end_of_text: int | None) -> None:
-    """Add the causes in what a call was trained on; ``factor``: what the step multiplies its gradient by before the update."""
+def judge_loss(findings: StepFindings, call: Watched, batch: StepBatch, shares: Sequence[float], end: int | None) -> None:
+    """Add the causes in what a call was trained on; ``shares``: what the step may multiply its gradient by; ``end`` of text."""
     if (reading := read_loss(call.forwards, batch)) is None:
         words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
         findings.leave_open("loss", words)
@@ -131,7 +131,7 @@ def judge_loss(findings: StepFindings, call: Watched, batch: StepBatch, factor: 
         findings.leave_open("loss", f"the gradient of your logits is no cross-entropy of them (error {reading.error:.1e})")
     if "loss" in findings.unknown:
         return
-    for id, detail, fix in (*_labels(batch, reading.labels, end_of_text), *_weights(batch, reading, factor)):
+    for id, detail, fix in (*_labels(batch, reading.labels, end), *_weights(batch, reading, shares)):
         findings.add(id, "gradient" if id == "gradient-scaled" else "loss", detail, READ, fix)
     if reading.smoothing > 1e-6:
         findings.add("label-smoothing", "loss", f"a label smoothing of {reading.smoothing:.4g}", READ)
@@ -193,11 +193,13 @@ def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tupl
     yield count / padded, PADDING, "the sum, divided by all targets, ignored ones too"
 
 
-def _weights(batch: StepBatch, reading: LossReading, factor: float) -> Iterator[Told]:
+def _weights(batch: StepBatch, reading: LossReading, shares: Sequence[float]) -> Iterator[Told]:
     """Yield the causes in the weights of the positions: a factor of all, or weights that differ."""
-    trained = reading.labels != IGNORED
+    trained, total = reading.labels != IGNORED, float(reading.weights.sum())
+    factor = next((one for one in shares if abs(total * one - 1) <= EVEN), shares[0])
     weights, parts = reading.weights[trained] * factor, reading.parts[trained]
     if not len(weights):
+        yield "gradient-scaled", "the gradient is zero", ""
         return
     low, high, total, count = float(weights.min()), float(weights.max()), float(weights.sum()), len(weights)
     if high - low > EVEN * abs(high):

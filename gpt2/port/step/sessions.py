@@ -54,12 +54,8 @@ class StepSubject:
         self.maker = getattr(make_step, "__name__", "make_step")
         self.without_casts, self.keep_casts = False, False  # whether it failed as its casts were removed; so they are kept
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
+        self.halved: list[str] = []  # those in half precision
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
-
-    @property
-    def halved(self) -> list[str]:
-        """The parameters that the step keeps in half precision."""
-        return [name for name, dtype in self.dtypes.items() if dtype in HALVES]
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
@@ -107,8 +103,8 @@ class StepSubject:
                 before[name].data.mul_(factor)
             step = self._made()
             sampler = Sampler(dict(self.module.named_parameters()))
-            kinds = {name: p.dtype for name, p in sampler.parameters.items()}
-            self.dtypes = {name: own.get(name, kind) if kind == torch.float64 else kind for name, kind in kinds.items()}
+            self.dtypes = {n: own.get(n, p.dtype) if p.dtype == torch.float64 else p.dtype for n, p in sampler.parameters.items()}
+            self.halved = [name for name, dtype in self.dtypes.items() if dtype in HALVES]
             self._widen(as_written)  # make_step may have added some
             calls = []
             for number, batch in enumerate(batches):

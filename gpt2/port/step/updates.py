@@ -1,12 +1,12 @@
 """The update: rules by which an optimizer moves a parameter, how one is recognised, and what of it is not as the settings say.
 
-Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2; Kingma and Ba, "Adam" (2015). With
-gradients g of step t, m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, the direction is (m / c1) / (sqrt(v / c2) + eps), with
-c = 1 - b^t. A parameter p becomes p - rate direction - decay p; rate and decay of each step are solved by least squares.
+Source: Loshchilov and Hutter, "Decoupled Weight Decay Regularization" (2019), algorithm 2; Kingma and Ba, "Adam" (2015); for Lion
+Chen et al. (2023), algorithm 2. With gradients g of step t, m = b1 m + (1 - b1) g and v = b2 v + (1 - b2) g^2, the direction is
+(m / c1) / (sqrt(v / c2) + eps), with c = 1 - b^t. A parameter p becomes p - rate direction - decay p; rate and decay of each step
+are solved by least squares.
 """
 
 import itertools
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
@@ -44,16 +44,18 @@ DECAYS = (0.1, 0.01, 0.001, 0.05, 1e-4, 0.5)
 class Rule:
     """An optimizer's formula, without its rate and its decoupled decay.
 
-    ``correction``: of both moments, of none, of one alone, or by the factors of the step after. ``place``: eps is added to the
-    corrected root, inside the root, or to the root before its correction. ``coupled``: a decay that is added to the gradient.
-    ``lost``: the moments begin at zero in every step; ``counted``: but the number of the step, for their correction, does not.
+    ``correction``: the beta whose power corrects each moment, 0 for none; ``late``: the power of the step after. ``place``: eps
+    is added to the corrected root, inside the root, or to the root before its correction. ``coupled``: a decay that is added to
+    the gradient. ``lost``: the moments begin at zero in every step; ``counted``: but the number of the step, which corrects them,
+    does not. The direction of Lion is the sign of a first moment, whose average goes on with beta2.
     """
 
-    kind: Literal["adam", "sgd"] = "adam"
+    kind: Literal["adam", "sgd", "lion"] = "adam"
     beta1: float = 0.9
     beta2: float = 0.999
     eps: float = EPSILON
-    correction: Literal["full", "none", "late", "first", "second"] = "full"
+    correction: tuple[int, int] = (1, 2)
+    late: bool = False
     place: Literal["outside", "inside", "before"] = "outside"
     amsgrad: bool = False
     coupled: float = 0.0
@@ -64,14 +66,18 @@ class Rule:
 # How a formula departs from AdamW's: a field of the rule and its value, the cause, and words.
 DEPARTURES: tuple[tuple[str, Any, str, str], ...] = (
     ("lost", True, "momentum-lost", "the moments are zero at the beginning of each step"),
-    ("correction", "none", "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
-    ("correction", "first", "bias-correction-missing", "the second moment is not divided by 1 - beta**t"),
-    ("correction", "second", "bias-correction-missing", "the first moment is not divided by 1 - beta**t"),
-    ("correction", "late", "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
+    ("correction", (0, 0), "bias-correction-missing", "neither moment is divided by 1 - beta**t"),
+    ("correction", (1, 0), "bias-correction-missing", "the second moment is not divided by 1 - beta**t"),
+    ("correction", (0, 2), "bias-correction-missing", "the first moment is not divided by 1 - beta**t"),
+    ("late", True, "bias-correction-step", "the factors 1 - beta**t are those of step t + 1"),
+    ("correction", (2, 1), "bias-correction-step", "the factor 1 - beta**t of each moment is the other's"),
+    ("correction", (1, 1), "bias-correction-step", "the factor 1 - beta**t of the second moment is that of the first"),
+    ("correction", (2, 2), "bias-correction-step", "the factor 1 - beta**t of the first moment is that of the second"),
     ("place", "inside", "eps-inside-root", "the divisor is sqrt(v + {eps:.4g})"),
     ("place", "before", "eps-before-correction", "{eps:.4g} is added to sqrt(v) before its correction"),
     ("amsgrad", True, "amsgrad", "the largest second moment so far is used"),
 )
+FACTORS = ((1, 0), (0, 2), (2, 1), (2, 2))  # corrections that differ from another one by a factor of each step alone
 
 
 class Track(NamedTuple):
@@ -81,6 +87,14 @@ class Track(NamedTuple):
     gradient: Array
     change: Array
     seen: NDArray[np.bool_]
+
+    @classmethod
+    def of(cls, updates: Sequence[Update], name: str) -> "Track":
+        """Return the track of a parameter over a session."""
+        before, after = (torch.stack([getattr(one, side)[name] for one in updates]).numpy() for side in ("before", "after"))
+        gradients = [one.gradient[name].values if name in one.gradient else 0 * one.before[name] for one in updates]
+        seen = np.array([name in one.gradient for one in updates])
+        return cls(before, torch.stack(gradients).numpy(), after - before, seen)
 
     @property
     def sample(self) -> "Track":
@@ -93,17 +107,20 @@ class Track(NamedTuple):
 
 def directions(rule: Rule, track: Track) -> Array:
     """Return the directions (K, n) in which a rule moves a parameter, from its own values and gradients."""
-    out, late, kept = np.zeros(track.before.shape), rule.correction == "late", rule.counted or not rule.lost
+    out, kept = np.zeros(track.before.shape), rule.counted or not rule.lost
     g = track.gradient[track.seen] + rule.coupled * track.before[track.seen]
     m = _averaged(g if rule.kind == "sgd" else (1 - rule.beta1) * g, rule.beta1, rule.lost)
-    if rule.kind != "sgd":
+    if rule.kind == "adam":
         v = _averaged((1 - rule.beta2) * g * g, rule.beta2, rule.lost)
         most = np.maximum.accumulate(v) if rule.amsgrad and not rule.lost else v
-        betas = rule.beta1 * (rule.correction not in ("none", "second")), rule.beta2 * (rule.correction not in ("none", "first"))
-        c1, c2 = (np.array([1 - beta ** (1 + late + n * kept) for n in range(len(g))])[:, None] for beta in betas)
+        betas = [(0.0, rule.beta1, rule.beta2)[one] for one in rule.correction]
+        c1, c2 = (np.array([1 - beta ** (1 + rule.late + n * kept) for n in range(len(g))])[:, None] for beta in betas)
         inside, before, outside = ((rule.place == place) * rule.eps for place in ("inside", "before", "outside"))
         root = np.sqrt(most / c2 + inside) + before / np.sqrt(c2) + outside
         m = m / (c1 * np.where(root == 0, 1.0, root))
+    elif rule.kind == "lion":
+        slow = _averaged((1 - rule.beta2) * g, rule.beta2, rule.lost)
+        m = np.sign((1 - rule.beta1) * g + rule.beta1 * np.concatenate([0 * g[:1], slow[:-1]]))
     out[track.seen] = m
     return out
 
@@ -149,8 +166,8 @@ def fit(track: Track, rule: Rule) -> RuleFit:
     residual = change + rates[:, None] * direction + np.nan_to_num(decays)[:, None] * before
     sigma = np.linalg.norm(residual, axis=1) / np.sqrt(len(before[0]) * np.where(pp > 0, pp, np.inf))
     decays = np.where(np.abs(decays) < NOISE * sigma, 0.0, decays)
-    left = float(np.linalg.norm(residual)) - ROUNDING * math.sqrt(float(pp.sum()))
-    error = max(0.0, left) / (float(np.linalg.norm(change)) or math.inf)
+    left = float(np.linalg.norm(residual)) - ROUNDING * float(pp.sum()) ** 0.5
+    error = max(0.0, left) / (float(np.linalg.norm(change)) or np.inf)
     return RuleFit(rule, rates, decays, error, ROUNDING * np.sqrt(pp / np.where(uu > 0, uu, np.inf)))
 
 
@@ -158,13 +175,13 @@ def variants(settings: StepSettings) -> list[Rule]:
     """Return the table of rules that people write: AdamW first, and the usual mistakes before the rare."""
     adam, sgd = Rule(beta1=settings.beta1 or 0.9, beta2=settings.beta2 or 0.999), Rule("sgd", 0.0)
     momentum = replace(sgd, beta1=0.9)
-    departures: list[dict[str, Any]] = [{field: value} for field, value, *_ in DEPARTURES]
+    departures: list[dict[str, Any]] = [{field: value} for field, value, *_ in DEPARTURES if value not in FACTORS]
     lost, *others = (replace(adam, **one) for one in departures)
     rules = [adam, lost, sgd, replace(lost, counted=True), momentum]
     rules += [replace(adam, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay]
-    rules += [*others, replace(adam, beta1=0.0, correction="none")]
+    rules += [*others, replace(adam, beta1=0.0, correction=(0, 0))]
     rules += [replace(one, **two) for one in others for two in departures[1:]]
-    rules += [replace(one, coupled=settings.weight_decay or 0.01) for one in (*others, momentum)]
+    rules += [*(replace(one, coupled=settings.weight_decay or 0.01) for one in (*others, momentum)), Rule("lion", beta2=0.99)]
     return list(dict.fromkeys(rules))
 
 
@@ -172,7 +189,7 @@ def constants(rule: Rule, settings: StepSettings) -> Iterator[Rule]:
     """Yield a rule with other usual betas, also swapped, and AdamW with another eps too; then with another eps alone."""
     adam, given = rule.kind == "adam", (settings.beta1, settings.beta2)
     firsts = [*filter(None, given), *BETAS1] if rule.beta1 else [0.0]
-    seconds = [*filter(None, given), *BETAS2] if adam else [rule.beta2]
+    seconds = [rule.beta2] if rule.kind == "sgd" else [*filter(None, given), *BETAS2]
     plain = rule == Rule(beta1=rule.beta1, beta2=rule.beta2)
     for a, b in itertools.product(firsts, seconds) if not rule.lost or rule.counted else ():
         yield from (replace(rule, beta1=a, beta2=b, eps=eps) for eps in (rule.eps, *(EPSILONS if plain else ())))
@@ -184,40 +201,37 @@ def recognised_rule(tracks: Sequence[Track], settings: StepSettings, expected: A
 
     ``expected``: the rates (K,) of the settings. A factor of a step cannot be told from its rate: moments without correction move
     a parameter as those do whose eps is added before the correction, at other rates. So rates that are steady beside the expected
-    ones decide between rules that give the same changes.
+    ones decide between rules that give the same changes; or beside the decays, where nothing is said.
     """
     tracks, table = [track.sample for track in tracks], variants(settings)
-    best, error = table[0], math.inf
+    best, error = table[0], np.inf
     for number, rule in enumerate(itertools.chain(table, *(constants(rule, settings) for rule in table))):
         if error <= (EXACT if number < len(table) else FITS):
             break
         errors = (fit(track, rule).error for track in tracks)
         if len(own := [*itertools.takewhile(lambda one: one < error / BETTER or one <= EXACT, errors)]) == len(tracks):  # noqa: B023
             best, error = rule, max(own)
-    if expected is None or best.kind == "sgd" or best.lost or not bool((expected > 0).all()):
+    decays: Array = np.median([fit(track, best).decays for track in tracks], axis=0)
+    expected = expected if expected is not None else decays if bool((decays > 0).all()) else np.ones_like(decays)
+    if best.kind != "adam" or best.lost or not bool((expected > 0).all()):
         return best, error
-    corrections: tuple[Any, ...] = ("full", "none", "late", "first", "second")
-    alike = [replace(best, place=p, correction=c) for p in ("outside", "inside", "before") for c in corrections]
+    plain = replace(best, correction=(1, 2), late=False)
+    rows: list[dict[str, Any]] = [{}, *({name: value} for name, value, *_ in DEPARTURES if name in ("correction", "late"))]
+    alike = [replace(plain, place=place, **row) for place in ("outside", "inside", "before") for row in rows]
     for one in (one for one in alike if max(fit(track, one).error for track in tracks) <= max(EXACT, 2 * error)):
-        if spread(np.median([fit(track, one).rates for track in tracks], axis=0) / expected) < CLOSE:
+        if steady(np.median([fit(track, one).rates for track in tracks], axis=0) / expected):
             return one, error
     return best, error
 
 
 def spread(values: Sequence[float] | Array) -> float:
     """Return the difference of the largest and the least value, over the largest one's size."""
-    return float(max(values) - min(values)) / (float(max(map(abs, values))) or math.inf)
+    return float(max(values) - min(values)) / (float(max(map(abs, values))) or np.inf)
 
 
-def tracks_of(updates: Sequence[Update], names: Collection[str]) -> dict[str, Track]:
-    """Return the tracks of some parameters over a session."""
-    tracks = {}
-    for name in names:
-        before, after = (torch.stack([getattr(one, side)[name] for one in updates]).numpy() for side in ("before", "after"))
-        seen = np.array([name in one.gradient for one in updates])
-        gradients = [one.gradient[name].values if name in one.gradient else 0 * one.before[name] for one in updates]
-        tracks[name] = Track(before, torch.stack(gradients).numpy(), after - before, seen)
-    return tracks
+def steady(values: Array) -> bool:
+    """Return whether rates are meant to be equal."""
+    return spread(values) <= CLOSE
 
 
 class StepMoves:
@@ -229,15 +243,16 @@ class StepMoves:
         self.findings, self.settings, self.roles = findings, settings, roles
         self.by_optimizer = any(call.by_optimizer for call in sessions[0])
         self.calls = np.array([number for number, call in enumerate(sessions[0]) for _ in call.updates])
-        first, *later = ([update for call in calls for update in call.updates] for calls in sessions)
+        first, *later = self.sessions = [[update for call in calls for update in call.updates] for calls in sessions]
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
         self.kept, self.unknown = False, True
-        if not moving:
+        if not (moving and any(update.gradient.total for update in first)):
             return
-        tracks, names = tracks_of(first, moving), [name for name in moving if roles[name] == "matrix"] or moving
-        said = np.array([settings.rate(call) if settings.scheduled else 1.0 for call in self.calls])
+        tracks = {name: Track.of(first, name) for name in moving}
+        names = [name for name in moving if roles[name] == "matrix"] or moving
+        said = np.array([settings.rate(call) for call in self.calls]) if settings.scheduled else None
         chosen = [tracks[names[part * len(names) // 3]] for part in (1, 2)]
         self.rule, self.error = recognised_rule(chosen, settings, said)
         for name, track in tracks.items():
@@ -253,9 +268,10 @@ class StepMoves:
         """Fit a parameter by the rule of most, by those of others, without or with a coupled decay, or by one of its own."""
         found = [fit(track, self.rule)]
         if found[0].error > FITS:
-            rules = dict.fromkeys([self.rule, *(one.rule for one in self.known.values())])
+            known = dict.fromkeys([self.rule, *(one.rule for one in self.known.values())])
             decays = (0.0, self.settings.weight_decay or 0.0)
-            found += [fit(track, one) for rule in rules for one in (rule, *(replace(rule, coupled=decay) for decay in decays))]
+            more = [one for rule in known for one in (rule, *(replace(rule, coupled=decay) for decay in decays))]
+            found += [fit(track, one) for one in more]
         alike = sum(self.roles[one] == self.roles[name] for one in self.odd)
         if self.error <= ROUNDED < min(one.error for one in found) and alike < FEW:
             found.append(fit(track, recognised_rule([track], self.settings)[0]))
@@ -265,7 +281,7 @@ class StepMoves:
     def _test_later(self, sessions: Sequence[Sequence[Update]], tracks: dict[str, Track]) -> None:
         """Test the rules in later sessions, from moments of zero or those that the session before left."""
         for session in sessions:
-            later = tracks_of(session, self.known)
+            later = {name: Track.of(session, name) for name in self.known}
             moved = {name: one.rule for name, one in self.known.items() if later[name].change.any()}
             rest = [name for name, rule in moved.items() if fit(later[name], rule).error > ROUNDED]
             tracks = {n: Track(*(np.concatenate(both) for both in zip(tracks[n], later[n], strict=True))) for n in rest}
@@ -282,7 +298,7 @@ class StepMoves:
         plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
         self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
         self.factors, self.loose, wanted = dict[str, float](), list[str](), self.settings.weight_decay
-        self.expected = np.array([self.settings.rate(call) if self.settings.lr is not None else math.nan for call in self.calls])
+        self.expected = np.array([self.settings.rate(call) if self.settings.lr is not None else np.nan for call in self.calls])
         own = [one for one in fits if one.decay and not one.rule.coupled and wanted and not self.by_optimizer]
         decays, rates = (np.nanmedian([getattr(one, kind) for one in own] or [[0]], axis=0) for kind in ("decays", "rates"))
         wrong = bool(own) and not _same(rates, self.expected)  # torch's optimizers multiply both by one rate
@@ -305,14 +321,13 @@ class StepMoves:
             return
         self._compare_rates()
         rule, at = self.rule, f"at a rate of {_listed(self.rates)}"
-        if rule.kind != "adam":
-            self._add("optimizer-sgd", f"SGD{f' with a momentum of {rule.beta1:.4g}' if rule.beta1 else ''}, {at}")
-            return
-        if rule.beta1 < 1e-6 and rule.correction == "none":
-            self._add("optimizer-other", f"RMSprop, {at}: no first moment, no correction")
+        name = "RMSprop" if rule.beta1 < 1e-6 and rule.correction == (0, 0) else "AdamW"
+        name = {"sgd": f"SGD with a momentum of {rule.beta1:.4g}", "lion": "Lion"}.get(rule.kind, name)
+        if name != "AdamW":
+            self._add("optimizer-sgd" if rule.kind == "sgd" else "optimizer-other", f"{name}, {at}")
             return
         for name, value, id, words in DEPARTURES:
-            if getattr(rule, name) == value and not (rule.lost and name in ("correction", "place")):
+            if getattr(rule, name) == value and not (rule.lost and name in ("correction", "late", "place")):
                 self._add(id, words.format(eps=rule.eps))
         self._constants(rule)
         self._rates()
@@ -355,11 +370,11 @@ class StepMoves:
 
     def _rates(self) -> None:
         settings, rates, expected = self.settings, self.rates, self.expected
-        if steady := {name: factor for name, factor in self.factors.items() if name not in self.loose}:
-            least, most = (pick(steady.values()) for pick in (min, max))
+        if constant := {name: factor for name, factor in self.factors.items() if name not in self.loose}:
+            least, most = (pick(constant.values()) for pick in (min, max))
             times = f"{least:.4g}" + f" to {most:.4g}" * (most - least > 0.01) + " times that of the others"
             id = "parameter-twice" if least > 1.98 and most < 2.02 else "rate-wrong"
-            self._add(id, f"the rate of these parameters is {times}", list(steady))
+            self._add(id, f"the rate of these parameters is {times}", list(constant))
         own = [self.known[name].rates for name in self.loose]
         if not (self.by_optimizer or all(_same(one, own[0]) for one in own)):
             self._add("optimizer-other", "the rates of these change from step to step, each in its own way", self.loose)
@@ -368,21 +383,21 @@ class StepMoves:
             listed = _listed(self.known[off[0]].rates)
             self._add("schedule-wrong", f"a rate of {listed}, where that of the others is {_listed(rates)}", off)
         where: str | list[str] = [one for one in self.known if one not in self.factors] if len(off) < len(own) else "optimizer"
-        if settings.lr is None or not (spread(rates) <= CLOSE or settings.scheduled or self.decays_right):
-            self._read_off(f"a rate of {_listed(rates)}" + ("" if spread(rates) <= CLOSE else " (it changes from step to step)"))
+        if settings.lr is None or not (steady(rates) or settings.scheduled or self.decays_right):
+            self._read_off(f"a rate of {_listed(rates)}{'' if steady(rates) else ' (it changes from step to step)'}")
             return
         shifted = (np.array([settings.rate(max(0, call + by)) for call in self.calls]) for by in (1, -1))
         said = f"a rate of {_listed(rates)}, not {_listed(expected)}" + "; the decay is right as it is" * self.decays_right
         if _same(rates, expected):
             return
         apart = rates[expected != 0] / expected[expected != 0]
-        if self.decays_right and min(spread(apart), spread(rates)) > CLOSE:
+        if self.decays_right and not (steady(apart) or steady(rates)):
             words = f"the decay is of the right rate, and the rest {_listed(apart)} times what it should be"
             self._add("bias-correction-step", words)
         elif which := [words for words, one in zip(("after", "before"), shifted, strict=True) if _same(rates, one)]:
             self._add("schedule-step", f"the rate of each step is that of the one {which[0]}: {_listed(rates)}", where)
-        elif expected.any() and spread(apart) <= CLOSE:
-            fix = f'for group in optimizer.param_groups: group["lr"] = {expected[0]:g}' if spread(expected) <= CLOSE else ""
+        elif expected.any() and steady(apart):
+            fix = f'for group in optimizer.param_groups: group["lr"] = {expected[0]:g}' if steady(expected) else ""
             self._add("rate-wrong", said, where, fix)
         else:
             self._add("schedule-wrong", said, where)
@@ -431,7 +446,7 @@ class StepMoves:
 
 def _listed(rates: Array) -> str:
     """Return rates in words: one number, or the first few."""
-    if spread(rates) <= CLOSE:
+    if steady(rates):
         return f"{float(np.median(rates)):.6g}"
     return ", ".join(f"{rate:.4g}" for rate in rates[:4]) + (", ..." if len(rates) > 4 else "")
 

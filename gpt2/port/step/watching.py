@@ -53,6 +53,11 @@ class Gradient(dict[str, Sampled]):
         """The Euclidean norm over all parameters."""
         return math.hypot(*(one.two for one in self.values()))
 
+    def follows(self, other: "Gradient") -> bool:
+        """Return whether each parameter's is a multiple of the other's."""
+        pairs = [(one.values, other[name].values) for name, one in self.items() if name in other]
+        return all(float(one @ own) ** 2 >= (1 - 1e-9) * float(one @ one) * float(own @ own) for one, own in pairs)
+
 
 def summed(gradients: Iterable[Gradient]) -> Gradient:
     """Return the sum; where several are added, its norms are those of the sampled entries, which are all in a small model."""
@@ -186,12 +191,9 @@ class Watch(DeterministicMode):
             handle.remove()
         self._close()
         self.seen.half = any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
-        if self.seen.updates:
-            return
         now, left = self.sampler.values(), self.sampler.gradients()
-        if any(not torch.equal(now[name], before) for name, before in self._start.items()):  # exchanged, not written to
-            used = left if left.total > 0 else Gradient()
-            self._open = Update(self._start, now, used, self._held, len(self.seen.backwards))
+        if not self.seen.updates and any(not torch.equal(now[n], before) for n, before in self._start.items()):  # exchanged
+            self._open = Update(self._start, now, left if left.total > 0 else Gradient(), self._held, len(self.seen.backwards))
             self._close()
 
     def handle(self, call: OperatorCall) -> Any:
@@ -231,11 +233,13 @@ class Watch(DeterministicMode):
                     self._open.gradient[name] = self.sampler.gradient(name, parameter.grad).times(factor)
 
     def _close(self) -> None:
-        """Note the update that is open; if ``.grad`` is emptied before it, or never filled, it used what arrived."""
+        """Note the update that is open. It used what arrived, if ``.grad`` is emptied before it, not filled, or set to a sum."""
         if (one := self._open) is not None:
             now, done = self.sampler.values(), self.seen.updates[-1].backwards if self.seen.updates else 0
-            used = one.gradient or one.held or summed(self.seen.backwards[done : one.backwards])
-            self.seen.updates.append(Update({**now, **one.before}, now, used, one.held if one.gradient else used, one.backwards))
+            arrived = summed(self.seen.backwards[done : one.backwards])
+            used = one.gradient or one.held or arrived
+            held = arrived if used.follows(arrived) and not used.follows(one.held) else one.held if one.gradient else used
+            self.seen.updates.append(Update({**now, **one.before}, now, used, held, one.backwards))
             self._open = None
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
@@ -255,11 +259,8 @@ class Watch(DeterministicMode):
 
     def _unseen(self, name: str, gradient: Tensor) -> Sampled:
         """Sample a gradient in a hook, where our own operators would come back to this mode."""
-        guard = torch._C._DisableTorchDispatch()
-        try:
+        with torch._C._DisableTorchDispatch():
             return self.sampler.gradient(name, gradient.detach())
-        finally:
-            del guard
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
         own, known = set(map(id, self.sampler.parameters.values())), type(optimizer).__module__.startswith("torch.optim.")
