@@ -56,7 +56,7 @@ class Gradient(dict[str, Sampled]):
     def follows(self, other: "Gradient") -> bool:
         """Return whether each parameter's is a multiple of the other's."""
         pairs = [(one.values, other[name].values) for name, one in self.items() if name in other]
-        return all(float(one @ own) ** 2 >= (1 - 1e-9) * float(one @ one) * float(own @ own) for one, own in pairs)
+        return bool(pairs) and all(float(a @ b) ** 2 >= (1 - 1e-9) * float(a @ a) * float(b @ b) for a, b in pairs)
 
 
 def summed(gradients: Iterable[Gradient]) -> Gradient:
