@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from gpt2.cli.common import ModelSettings, finish, set_option, wrote
 from gpt2.errors import InputError
-from gpt2.options import device_option, option, pick
+from gpt2.options import device_option, option, pick, setting
 from gpt2.pages.streams import Status
 
 EXAMPLES = """\
@@ -48,7 +48,6 @@ class TraceSettings(ModelSettings):
 def run(args: TraceSettings) -> int:
     import numpy as np
 
-    from gpt2.options import setting
     from gpt2.traces.batch import read_ids
     from gpt2.traces.files import STATE_FORM, require_form
     from gpt2.traces.run import trace

@@ -141,7 +141,7 @@ def judge_gradients(
 
 def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None:
     """Solve how much of each backward pass of an update, and of the gradient before it, is in each ``.grad`` at the end."""
-    olds, parts, unknown = dict[str, float](), list[float](), False
+    olds, parts, unknown, updated = dict[str, float](), list[float](), False, True
     for call in calls:
         before, done = call.start, 0
         for update in call.updates:
@@ -154,8 +154,9 @@ def judge_accumulation(findings: StepFindings, calls: Sequence[Watched]) -> None
                     shares *= shares.abs() * basis.norm(dim=0) >= 1e-9 * size.norm()
                     unknown = unknown or float((basis @ shares - size).norm()) > 1e-6 * float(size.norm())
                     parts += shares[: len(passes)].tolist()
-                    olds[name] = max(olds.get(name, 0.0), float(shares[len(passes) :].sum()), key=abs)
-            before, done = update.gradient, update.backwards
+                    olds[name] = max(olds.get(name, 0.0), updated * float(shares[len(passes) :].sum()), key=abs)
+            before, done, updated = update.gradient, update.backwards, True
+        updated = bool(call.updates)  # else its gradient is kept for the next call's update
     kept = {name: old for name, old in olds.items() if abs(old) > 1e-6}
     other = [share for share in parts if abs(share) >= 1e-6 and abs(share - 1) > 1e-6]
     lost = not other and any(abs(share) < 1e-6 for share in parts)  # clipped after each part, huge gradients are as good as lost
