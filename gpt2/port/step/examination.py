@@ -139,6 +139,8 @@ class StepExamination:
 
     def _gradients(self) -> None:
         findings, first = self.findings, self.calls[0]
+        if any(call.noise for call in self.calls):
+            findings.leave_open("gradient", "your step draws normal noise, which was left out of the comparison")
         detail = f"the head and the token embedding are two parameters ({' and '.join(self.untied)}); each gets its own gradient"
         if self.untied and all(torch.equal(*(update.after[name] for name in self.untied)) for update in first.updates):
             findings.leave_open("gradient", f"{detail}, and your step keeps them equal, which was not followed")

@@ -1,7 +1,7 @@
 """The gradients of a module's parameters, beside those that a right backward pass makes of its own gradient of the logits."""
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -96,17 +96,15 @@ def expected_gradients(state: Samples, roles: Roles, sampler: Sampler, forwards:
     return out, error
 
 
-def judge_gradients(
-    findings: StepFindings, call: Watched, made: Shares, roles: Roles, untied: Collection[str], relative: float = EQUAL
-) -> None:
-    """Add the causes in gradients that are not those of ``made``, to ``relative``. ``untied``: embedding and head, if two."""
+def judge_gradients(findings: StepFindings, call: Watched, made: Shares, roles: Roles, untied: list[str], near: float) -> None:
+    """Add the causes in gradients that are not those of ``made``, ``near`` them. ``untied``: embedding and head, if two."""
     arrived = {name: one.values for name, one in call.arrived().items()}
     got = {name: arrived.get(name, torch.zeros_like(g)).masked_fill(g.isnan(), 0.0) for name, (g, _) in made.items()}
     right = {name: both.nan_to_num(0.0) for name, (_, both) in made.items()}
     whole = math.hypot(*(float(gradient.norm()) for gradient in right.values()))
 
     def same(name: str, expected: Tensor) -> bool:
-        return float((got[name] - expected).norm()) <= NOISE * whole + relative * float(expected.norm())
+        return float((got[name] - expected).norm()) <= NOISE * whole + near * float(expected.norm())
 
     wrong = [name for name in got if not same(name, right[name])]
     for name in wrong:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
 from gpt2.measure.user_code import logits_of
-from gpt2.port.recording.dispatch import RANDOM, DeterministicMode, OperatorCall, OperatorMode, tensors
+from gpt2.port.recording.dispatch import NORMAL, RANDOM, DeterministicMode, OperatorCall, OperatorMode, tensors
 
 HALVES = (torch.float16, torch.bfloat16)
 SAMPLE = 4096  # entries of each parameter that are kept; all of them in a small model
@@ -115,6 +115,7 @@ class Watched:
     rounds: float = 0.0  # the relative rounding of the numbers that are computed, beyond float64's
     half: bool = False  # the loss was computed from logits in half precision
     dropouts: set[float] = field(default_factory=set)
+    noise: bool = False  # normal noise was drawn, and made zero
 
     @property
     def changes(self) -> bool:
@@ -191,6 +192,7 @@ class Watch(DeterministicMode):
             handle.remove()
         self._close()
         self.seen.half = any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
+        self.seen.noise = not self.keep_random and any(name in NORMAL for name in self.draws)
         now, left = self.sampler.values(), self.sampler.gradients()
         if not self.seen.updates and any(not torch.equal(now[n], before) for n, before in self._start.items()):  # exchanged
             self._open = Update(self._start, now, left if left.total > 0 else Gradient(), self._held, len(self.seen.backwards))
