@@ -231,6 +231,8 @@ MASTER = {
     "clip": "for p, own in zip(params, master): own.grad = p.grad.float()",
     "update": f"{LINES['clip'].replace('params', 'master')}; optimizer.step(); [p.data.copy_(q) for p, q in zip(params, master)]",
 }  # fmt: skip
+KEPT = "loss.backward(); state[len(state)] = [p.grad for p in params]; optimizer.zero_grad()"
+MEANS = "[setattr(p, 'grad', (state[2 * step][n] + state[2 * step + 1][n]) / 2) for n, p in enumerate(params)]"
 LION = "m = state.get(-id(p), 0); p -= lr * (0.9 * m + 0.1 * p.grad).sign(); state[-id(p)] = 0.99 * m + 0.01 * p.grad"
 LAMB = "u = direction + weight_decay * p; p -= lr * u * p.norm() / u.norm()"
 PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
@@ -263,6 +265,8 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "exchanged": ("hand any", {"adam": "p -= lr * m / (1 - b2**t) / ((v / (1 - b1**t)).sqrt() + 1e-8)"}, "bias-correction-step"),
     "a scale that grows": ("scaled", {"prepare": SCALED["prepare"].replace(")", ", growth_interval=1)")}, ""),
     "biases are not zeroed": ("", {"zero": "for p in params: p.grad = p.grad if p.ndim == 1 else None"}, "gradient-not-zeroed"),
+    "noise": ("", {"clip": f"[p.grad.add_(torch.randn_like(p)) for p in params]; {LINES['clip']}"}, None),
+    "parts averaged": ("parts", {"backward": KEPT, "clip": f"{MEANS}; {LINES['clip']}"}, ""),
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }
