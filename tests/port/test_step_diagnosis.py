@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from support.steps import COMBINED, FAULTY_STEPS, MEANINGS, module_of, our_model, right_model
+from support.steps import COMBINED, FAULTY_STEPS, MEANINGS, module_of, right_model
 from support.steps.right import RIGHT_STEPS
 from support.steps.scoring import diagnosis_of, score_step
 from torch import Tensor, nn
@@ -122,7 +122,7 @@ def test_the_loss_of_later_calls_is_judged():
     """Only the first call's loss was: a step that is right once was equal."""
     smoothed = "F.cross_entropy(logits, targets, label_smoothing=0.1 * (step > 1))"
     make_step = step_of(labels="labels = labels if step == 0 else x", loss=smoothed, **PLAIN)
-    said = gpt2.diagnose_step(our_model(), make_step, right_model())
+    said = gpt2.diagnose_step(module_of("ours"), make_step, right_model())
     assert {cause.id for cause in said.causes} == {"labels-not-shifted", "label-smoothing"}, said.table()
 
 
@@ -130,12 +130,12 @@ def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
     """It was listed twice, where the settings have a prompt: once from the batches in which some targets are -100."""
     settings = {"grad_accum": 2, "data.prompt": "p"}
     make_step = step_of(2, backward="(loss / 4).backward()", **PLAIN)
-    causes = gpt2.diagnose_step(our_model(), make_step, right_model(), settings=settings).causes
+    causes = gpt2.diagnose_step(module_of("ours"), make_step, right_model(), settings=settings).causes
     places = [(one.id, one.where) for one in causes]
     assert places.count(("accumulation-average-wrong", "loss")) == 1
     assert len(set(places)) == len(places)
     with pytest.raises(InputError, match=r"model alone.*missing 1 required"):
-        gpt2.diagnose_step(our_model(), lambda model, lr: None, right_model())
+        gpt2.diagnose_step(module_of("ours"), lambda model, lr: None, right_model())
     with pytest.raises(InputError, match=r"takes a torch\.nn\.Module.*str"):
         gpt2.diagnose_step("gpt2", make_step, right_model())
 
@@ -231,8 +231,7 @@ MASTER = {
     "clip": "for p, own in zip(params, master): own.grad = p.grad.float()",
     "update": f"{LINES['clip'].replace('params', 'master')}; optimizer.step(); [p.data.copy_(q) for p, q in zip(params, master)]",
 }  # fmt: skip
-KEPT = "loss.backward(); state[len(state)] = [p.grad for p in params]; optimizer.zero_grad()"
-MEANS = "[setattr(p, 'grad', (state[2 * step][n] + state[2 * step + 1][n]) / 2) for n, p in enumerate(params)]"
+MEANS = f"for p, *g in zip(params, state[2 * step], state[2 * step + 1]): p.grad = sum(g) / 2\n        {LINES['clip']}"
 LION = "m = state.get(-id(p), 0); p -= lr * (0.9 * m + 0.1 * p.grad).sign(); state[-id(p)] = 0.99 * m + 0.01 * p.grad"
 LAMB = "u = direction + weight_decay * p; p -= lr * u * p.norm() / u.norm()"
 PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
@@ -266,7 +265,7 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "a scale that grows": ("scaled", {"prepare": SCALED["prepare"].replace(")", ", growth_interval=1)")}, ""),
     "biases are not zeroed": ("", {"zero": "for p in params: p.grad = p.grad if p.ndim == 1 else None"}, "gradient-not-zeroed"),
     "noise": ("", {"clip": f"[p.grad.add_(torch.randn_like(p)) for p in params]; {LINES['clip']}"}, None),
-    "parts averaged": ("parts", {"backward": KEPT, "clip": f"{MEANS}; {LINES['clip']}"}, ""),
+    "parts averaged": ("parts", {"backward": "state[len(state)] = torch.autograd.grad(loss, params)", "clip": MEANS}, ""),
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }
@@ -382,7 +381,7 @@ unset = step_of(optimizer="torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95),
 def test_settings_that_are_not_given_are_read_off() -> None:
     """Without them a rate is no fault, but a sentence. Two decays were said as one of 0.01, where a key was misspelt."""
     groups = LINES["groups"].replace("* (p.ndim > 1)", "if p.ndim > 1 else 0.01")
-    found = gpt2.diagnose_step(our_model(), step_of(**PLAIN, groups=groups), right_model())
+    found = gpt2.diagnose_step(module_of("ours"), step_of(**PLAIN, groups=groups), right_model())
     decays = "read off: a weight decay of 0.1, on matrices, embeddings, and of 0.01, on norms, biases"
     assert (found.verdict, decays in found.notes) == ("equal", True), found.notes
     assert all(words in " ".join(found.notes) for words in ("rate of 0.001", "betas of 0.9 and 0.95", "no clipping")), found.notes
@@ -390,7 +389,7 @@ def test_settings_that_are_not_given_are_read_off() -> None:
 
 def test_a_constant_in_float32_loses_no_gradient() -> None:
     """In a stranger's model with large weights, the rounding of its GELU's constant was called a gradient that lacks a part."""
-    model, root = our_model(), torch.tensor(2 / torch.pi).sqrt()
+    model, root = module_of("ours"), torch.tensor(2 / torch.pi).sqrt()
     model.requires_grad_(False)
     for block in model.h:
         block.mlp.c_fc.weight *= 8
@@ -415,7 +414,7 @@ def per_example(model):
 @pytest.mark.parametrize(
     ("maker", "words"),
     [
-        (lambda model: unset(our_model()), "no parameter"),
+        (lambda model: unset(module_of("ours")), "no parameter"),
         (per_example, r"torch\.func.*whole batch"),  # it would look as if it never called its module
         pytest.param(lambda model: lambda x, y: model(x).sum() * float("nan"), "loss of nan", marks=pytest.mark.slow),
         pytest.param(lambda model: lambda x, y: model(x.view(7, -1)).sum(), "batch_size", marks=pytest.mark.slow),
@@ -425,7 +424,7 @@ def per_example(model):
 def test_a_bad_step_is_one_line(maker, words: str) -> None:
     """A traceback of ours hides what the user has to change."""
     with pytest.raises(InputError, match=words) as caught:
-        gpt2.diagnose_step(our_model(), maker, right_model())
+        gpt2.diagnose_step(module_of("ours"), maker, right_model())
     assert "\n" not in str(caught.value)
 
 

@@ -66,10 +66,6 @@ def right_model(layers: int = 2) -> GPT2:
     return random_model(replace(CONFIG, n_layer=layers), 0.2, 0.1, dtype=torch.float32, seed=5)
 
 
-def our_model() -> GPT2:
-    return copy.deepcopy(right_model())
-
-
 def module_of(kind: str, layers: int = 2) -> nn.Module:
     """The module ``kind`` ("ours", or a name of PORTS, of two layers) with :func:`right_model`'s weights, without dropout."""
     if kind == "ours":

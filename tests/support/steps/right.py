@@ -25,10 +25,9 @@ def right(name: str, kind: str = "ours", *, slow: bool = False, **changes: float
 
 
 def groups(model, s):
-    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    parameters = list(model.parameters())
     return [
-        {"params": matrices, "weight_decay": s.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+        {"params": [p for p in parameters if (p.ndim > 1) is on], "weight_decay": s.weight_decay * on} for on in (True, False)
     ]
 
 
