@@ -28,7 +28,11 @@ TARGETS = 3  # nodes that are not found, the first ones
 
 
 class Explainer:
-    """Explains blocks by every alternative; ``of_module``: a module shows all that it computes, a dump some of it."""
+    """Explains a block by what gives its values; ``of_module``: a module shows all that it computes, a dump some of it.
+
+    Tried in this order: one alternative; one beside the faults of an earlier block; one, to float32's precision; two of attention
+    that hide each other; one in calls; fitted numbers. What explains a part of it is kept, and the rest explained likewise.
+    """
 
     def __init__(self, blocks: Blocks, of_module: bool) -> None:
         self.blocks, self.of_module = blocks, of_module
@@ -46,9 +50,9 @@ class Explainer:
                 return fit
             base = self.reached = fit
         for _ in range(MOST_FAULTS):
-            whole, part = self._best(base, self.inner)
+            whole, part = self._best(base)
             if whole is None and not base.alternatives:  # one more fault may hide the known ones
-                whole = next(filter(None, (self._best(trial, self.inner)[0] for trial in knowns)), None)
+                whole = next(filter(None, (self._best(trial)[0] for trial in knowns)), None)
             if whole is None:
                 whole, part = self._widened(base, part)
             if whole is None and (both := self._both_hidden(base)) is not None:
@@ -127,14 +131,14 @@ class Explainer:
         self.widens, self.observation.pool.narrow = False, True
         base = self.blocks.block(base.layer, base.state["x"])
         whole = base if self.blocks.goes_on(base) else self.as_before(base)
-        whole, wide = (whole, None) if whole else self._best(base, self.inner)
+        whole, wide = (whole, None) if whole else self._best(base)
         self.observation.pool.narrow = whole is not None or (part is None and wide is not None)
         return whole, part or wide
 
-    def _best(self, base: Trial, some: Iterable[Alternative]) -> tuple[Trial | None, Trial | None]:
+    def _best(self, base: Trial) -> tuple[Trial | None, Trial | None]:
         """Return the best trial that explains a block, and the best of those that explain more of it than ``base``."""
         nodes, hidden = self.blocks.missing(base), {node for node in BEHIND if BEHIND[node].isdisjoint(base.seen)}
-        some = [one for one in some if one not in base.alternatives and not hidden.isdisjoint(one.edits)]
+        some = [one for one in self.inner if one not in base.alternatives and not hidden.isdisjoint(one.edits)]
         some.sort(key=lambda one: not _changes(one, nodes[0] if nodes else ""))
         wholes, parts = list[Trial](), list[Trial]()
         for node in () if self.model.small else dict.fromkeys((*nodes[:1], "")):  # each whole block takes long
