@@ -11,7 +11,7 @@ from support.programs.fourteenth import FourteenthBed, Shape
 import gpt2
 from gpt2.config import GPT2Config
 from gpt2.port.alternatives import alternative
-from gpt2.port.fits.affine import Linear, Norm
+from gpt2.port.fits.affine import Linear, Norm, other_weights
 from gpt2.port.fits.nodes import activation_fit, embedding_fit, scores_fit
 from gpt2.port.fits.observed import Fit, Observed, distinct, dropped
 from gpt2.port.graph import Formula, Model, Program, split
@@ -105,10 +105,10 @@ def c_fc() -> tuple[Linear, torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize("bent", [0.0, 0.01])
 def test_a_result_that_is_not_linear_in_its_input_is_not_called_other_weights(bent: float) -> None:
     """Control of `not-loaded`: with more tokens than inputs, only what is linear in them may be another weight's product."""
-    layer, weight, bias = c_fc()
+    _, weight, bias = c_fc()
     x, other = random(2, len(weight), len(weight)), random(*weight.shape, seed=1)
     value = x @ other + bias + bent * (x @ other).square()
-    assert said(layer._unknown(observed(value, x @ weight + bias), x, every(*x.shape[:2]))) == ["not-loaded"] * (bent == 0)
+    assert other_weights(observed(value, x @ weight + bias), x, every(*x.shape[:2])) == (bent == 0)
 
 
 @pytest.mark.parametrize("mistake", ["other weights", "tokens mixed", "weights partly lost"])
@@ -122,9 +122,7 @@ def test_few_tokens_show_other_weights_only_if_they_stay_as_like_each_other(mist
         "tokens mixed": x.transpose(1, 2).reshape(x.shape) @ weight + bias,
         "weights partly lost": x @ (weight * (weight.abs() > 0.5)) + bias,
     }[mistake]
-    layer = Linear("mlp.c_fc", weight, bias, {})
-    fits = layer._unknown(observed(value, x @ weight + bias), x, every(2, 9))
-    assert said(fits) == ["not-loaded"] * (mistake == "other weights")
+    assert other_weights(observed(value, x @ weight + bias), x, every(2, 9)) == (mistake == "other weights")
 
 
 def test_equal_rows_of_a_batch_are_one_token_for_a_regression() -> None:

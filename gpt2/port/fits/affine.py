@@ -32,12 +32,15 @@ class Linear:
 
     def __init__(self, part: str, weight: Tensor, bias: Tensor, vectors: Mapping[str, Tensor]) -> None:
         self.part, self.weight, self.bias, self.vectors = part, weight, bias, vectors
-        self.where = part if part in (*THIRDS, "logits") else f"{part}.weight"
+        self.where = part if part in THIRDS else f"{part}.weight"
 
     def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Yield what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        for family in (self._scaled, self._bias, self._unknown):
-            yield from family(seen, x, rows)
+        yield from self._scaled(seen, x, rows)
+        yield from self._bias(seen, x, rows)
+        if other_weights(seen, x, rows):
+            words = "the weight is not the checkpoint's in any known way"
+            yield seen.fitted(seen.value, rows, self.fault("not-loaded", words))
 
     def fault(self, id: str, words: str, leaf: str = "", mend: str | None = None) -> Cause:
         return Cause.at(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, mend=mend)
@@ -60,8 +63,8 @@ class Linear:
             id = "wrong-tensor" if one else "not-loaded"
             fault = self.fault("output-projection-missing" if self.part == "attn.c_proj" and own else id, words)
         else:
-            id = "logits-scaled" if self.part == "logits" else "wrong-tensor"
-            fault = self.fault("residual-scaled" if self.part.endswith("c_proj") else id, f"its result is {formula(factors)}")
+            id = "residual-scaled" if self.part.endswith("c_proj") else "wrong-tensor"
+            fault = self.fault(id, f"its result is {formula(factors)}")
         yield seen.fitted(fit.value, rows, fault)
 
     def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
@@ -83,25 +86,20 @@ class Linear:
         mend = "y = x @ w + b  # all entries of b" if bool(lost.any()) and id == "missing-bias" else None
         yield seen.fitted(product + value, rows, self.fault(id, words, "bias", mend))
 
-    def _unknown(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
-        """Weights that are not the checkpoint's in any known way.
 
-        With more tokens than inputs, the value is linear in ``x``. With fewer, any is: so it must be unlike GPT-2's, and tokens
-        that are similar in ``x`` must be similar in it, which a product with a matrix keeps, and what mixes tokens does not.
-        """
-        inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
-        if distinct(inputs) <= inputs.shape[1]:
-            one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
-            like = float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
-            if abs(like) > ALIKE or not keeps_angles(x[rows], wanted):
-                return
-        else:
-            made = inputs @ torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
-            if not bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all()):
-                return
-        is_head, words = self.part == "logits", "the weight is not the checkpoint's in any known way"
-        fault = self.fault("untied-head", "the head has weights other than wte's") if is_head else self.fault("not-loaded", words)
-        yield seen.fitted(seen.value, rows, fault)
+def other_weights(seen: Observed, x: Tensor, rows: Tensor) -> bool:
+    """Return whether ``seen`` is the product of ``x`` with weights that are not the checkpoint's in any known way.
+
+    With more tokens than inputs, the value is linear in ``x``. With fewer, any is: so it must be unlike GPT-2's, and tokens
+    that are similar in ``x`` must be similar in it, which a product with a matrix keeps, and what mixes tokens does not.
+    """
+    inputs, wanted = torch.nn.functional.pad(x[rows], (0, 1), value=1.0), seen.value[rows]
+    if distinct(inputs) <= inputs.shape[1]:
+        one, other = (value[rows].flatten() - value[rows].mean() for value in (seen.value, seen.right))
+        like = float(one @ other / (one.norm() * other.norm()).clamp(min=1e-300))
+        return abs(like) <= ALIKE and keeps_angles(x[rows], wanted)
+    made = inputs @ torch.linalg.lstsq(inputs, wanted, driver="gelsd").solution
+    return bool(seen.agrees(seen.right.masked_scatter(rows[..., None], made))[rows].all())
 
 
 class Norm:

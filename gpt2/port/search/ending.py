@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 
-import torch
 from torch import Tensor
 
-from gpt2.port.fits.affine import Linear, Norm, vectors_of
+from gpt2.port.fits.affine import Norm, other_weights, vectors_of
 from gpt2.port.fits.observed import Fit, Observed
 from gpt2.port.graph import Entrance
 from gpt2.port.search.blamed import Blamed
 from gpt2.port.search.blocks import Blocks
 from gpt2.port.search.matching import PartSearch
 from gpt2.port.search.part import Part
+from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.tolerance import UNITS, stored
 
 
@@ -58,8 +58,8 @@ class LastPart:
 
     def _fitted(self, x: Tensor, right: Tensor, normed: Tensor, other_norm: bool) -> Iterator[tuple[str, Fit]]:
         """Yield fits of the last norm to its recorded result, where that is not GPT-2's, and of the head to the logits."""
-        vectors, numbers = vectors_of(self.model.state), self.model.site(0).numbers("ln_f")
-        norm = Norm("ln_f", *numbers, self.model.config.layer_norm_epsilon, vectors)
+        numbers, eps = self.model.site(0).numbers("ln_f"), self.model.config.layer_norm_epsilon
+        norm = Norm("ln_f", *numbers, eps, vectors_of(self.model.state))
         for seen in self.observation.unexplained("ln_f", right, ()) if other_norm else ():
             self.model.budget.check()
             fit = next(filter(None, norm.fits(seen, x, seen.wrong_rows())), None)
@@ -68,7 +68,6 @@ class LastPart:
         if self.logits.shape[:2] == normed.shape[:2]:
             unit, smallest = UNITS[self.pool.logits_dtype]
             slack, bound = unit * self.logits.abs() + smallest, self.pool.tolerance_at("logits")
-            seen, none = Observed(self.logits, slack, bound, normed @ self.table.T, -1), torch.zeros(len(self.table)).double()
-            head = Linear("logits", self.table.T, none, vectors)
-            rows = seen.wrong_rows()
-            yield from (("logits", fit) for fit in (head.fits(seen, normed, rows) if bool(rows.any()) else ()) if fit is not None)
+            seen = Observed(self.logits, slack, bound, normed @ self.table.T, -1)
+            if bool((rows := seen.wrong_rows()).any()) and other_weights(seen, normed, rows):
+                yield "logits", Fit((Cause.at("untied-head", "logits", "the head has weights other than wte's"),), self.logits)
