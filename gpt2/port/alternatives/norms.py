@@ -38,20 +38,18 @@ NO_WEIGHT: Affine = lambda weight, bias: (0 * weight + 1, bias)  # noqa: E731
 NO_AFFINE: Affine = lambda weight, bias: (0 * weight + 1, 0 * bias)  # noqa: E731
 ONE_MORE: Affine = lambda weight, bias: (weight + 1, bias)  # noqa: E731
 # Formulas with the checkpoint's epsilon: cause, words, and the settings of `layer_norm`.
+NOT_NORMALISING: dict[str, dict[str, Any]] = {
+    "the mean is subtracted, but nothing divides by the standard deviation": {"outer": 0.0},
+    "it divides by the variance, not by its root": {"outer": 1.0},
+    "it divides by the root of the standard deviation plus epsilon": {"inner": 0.5, "outer": 0.5},
+    "it divides by the root of the standard deviation": {"outer": 0.25},
+    "it divides by the square of the variance": {"outer": 2.0},
+    "the mean alone is divided: brackets around x - mean are missing": {"brackets": 1},
+    "the mean alone is divided, and multiplied by the weight: brackets around x - mean are missing": {"brackets": 0},
+    "weight and bias are applied to x itself": {"rms": True, "outer": 0.0},
+}
 FORMULAS: tuple[tuple[str, str, dict[str, Any]], ...] = (
-    *(
-        ("layernorm-not-normalising", words, how)
-        for words, how in (
-            ("the mean is subtracted, but nothing divides by the standard deviation", {"outer": 0.0}),
-            ("it divides by the variance, not by its root", {"outer": 1.0}),
-            ("it divides by the root of the standard deviation plus epsilon", {"inner": 0.5, "outer": 0.5}),
-            ("it divides by the root of the standard deviation", {"outer": 0.25}),
-            ("it divides by the square of the variance", {"outer": 2.0}),
-            ("the mean alone is divided: brackets around x - mean are missing", {"brackets": 1}),
-            ("the mean alone is divided, and multiplied by the weight: brackets around x - mean are missing", {"brackets": 0}),
-            ("weight and bias are applied to x itself", {"rms": True, "outer": 0.0}),
-        )
-    ),
+    *(("layernorm-not-normalising", words, how) for words, how in NOT_NORMALISING.items()),
     ("layernorm-without-affine", "one is added to the weight before it is applied", {"affine": ONE_MORE}),
     ("layernorm-without-affine", "the weight is not applied", {"affine": NO_WEIGHT}),
     (*WITHOUT_AFFINE, {"affine": NO_AFFINE}),

@@ -4,7 +4,6 @@ import itertools
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -223,7 +222,7 @@ class Explainer:
         first = None
         for _, some in itertools.groupby(self._targets(base, MOST_TRIED), key=lambda target: target[0]):
             every = list(some)
-            given = [Alternative("", "", {node: partial(_given, seen.value)}, key=str(n)) for n, (node, seen) in enumerate(every)]
+            given = [_given(node, seen.value, str(n)) for n, (node, seen) in enumerate(every)]
             shown = {*self.blocks.screened(base, given, but=every[0][0])}
             sure = [self._confirmed(base, one) if one in shown else 0 for one in given]
             surest = [target for target, much in zip(every, sure, strict=True) if 0 < much == max(sure)]
@@ -240,7 +239,7 @@ class Explainer:
         fit = None
         with misfit():  # of a block with another number of heads
             fit = node_fit(self.model, base.layer, node, base.state, seen)
-        trial = None if fit is None else self.blocks.tried(base, Alternative("", "", {node: partial(_given, fit.value)}))
+        trial = None if fit is None else self.blocks.tried(base, _given(node, fit.value))
         if fit is None or trial is None:
             return None
         inside = (fault.within(base.layer) for fault in fit.faults)  # one fault in all blocks, whatever numbers are fitted
@@ -259,6 +258,11 @@ class Explainer:
         return 2 if whole else int(not BEHIND[node].isdisjoint(trial.seen.keys() - base.seen.keys()))
 
 
+def _given(node: str, value: Tensor, key: str = "") -> Alternative:
+    """Return what gives a node a value, whatever it reads."""
+    return Alternative("", "", {node: lambda c, s: value}, key=key)
+
+
 def _changes(one: Alternative, node: str) -> bool:
     """Return whether an alternative changes a node; any does the last one."""
     return any(node == changed or node in BEHIND[changed] for changed in one.edits)
@@ -268,7 +272,3 @@ def _likelihood(trial: Trial) -> tuple[object, ...]:
     """Return what says which of several trials of a block is likelier, the least first."""
     blamed = Candidate(tuple((one, trial.layer) for one in trial.alternatives), head=trial.faults)
     return -len(trial.seen) - trial.again, blamed.order_of_naming
-
-
-def _given(value: Tensor, *_: object) -> Tensor:
-    return value
