@@ -132,9 +132,6 @@ class Blocks:
 
         Their values are compared with the program's by sums alone, those of the node ``but`` not at all.
         """
-        is_last, nodes = base.layer + 1 == self.layers, NODES[: ORDER[until] + 1]
-        if not (is_last and until == "") and not any(self.observation.has_size(node, base.state[node]) for node in nodes):
-            some = (one for one in some if self._reshapes(base, one))
         # the last node of another shape, as of another number of heads: what begins before it is not run as rows
         odd = max((ORDER[node] for node in NODES if base.state[node].shape != self.shapes[node]), default=-1)
         rows = list[tuple[int, Alternative, Edits]]()  # each with the node at which it begins
@@ -145,18 +142,11 @@ class Blocks:
             elif both is not None:
                 yield one
         rows.sort(key=lambda row: row[0])
-        most = rows_together(self.model, 1, len(self.model.table) if is_last else 1)
+        most = rows_together(self.model, 1, len(self.model.table) if base.layer + 1 == self.layers else 1)
         for few in (rows[n : n + most] for n in range(0, len(rows), most)):
             self.model.budget.check()
             shown = self._shown(base, [begin for begin, *_ in few], [edits for *_, edits in few], until, but)
             yield from (one for (_, one, _), is_shown in zip(few, shown, strict=True) if is_shown)
-
-    def _reshapes(self, base: Trial, one: Alternative) -> bool:
-        """Return whether an alternative gives a node another shape, or cannot be computed."""
-        site = self.model.site(base.layer, base.state)
-        with misfit():
-            return any(own(site, base.state).shape != base.state[node].shape for node, own in one.at(base.layer).items())
-        return True
 
     def _shown(self, base: Trial, begins: Sequence[int], every: Sequence[Edits], until: str, but: str) -> list[bool]:
         """Return whether what each of some edits changes may be found: in nodes from its number of ``begins`` to ``until``, or,

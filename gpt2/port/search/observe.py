@@ -52,10 +52,6 @@ class Observation:
             return split(value, self.heads)
         return value.tril() if node == "attn.scores" and value.shape[-1] == value.shape[-2] else value
 
-    def has_size(self, node: str, value: Tensor) -> bool:
-        """Return whether an array has as many numbers as a node's value, or a slice of it."""
-        return bool(self.pool.cuts(self._laid(node, value).shape, AXES.get(node, PIECES)))
-
     def may_find(self, node: str, values: Tensor) -> Tensor:
         """Return for which of a node's values (N, B, T, ...) :meth:`find` may find something; it finds nothing for the others."""
         values, found = self._laid(node, values), torch.zeros(len(values), dtype=torch.bool)
