@@ -152,6 +152,7 @@ class Search:
         return self.blamed.first
 
     def _walk(self) -> bool:
+        """Go from the embeddings to the logits; return whether all is explained."""
         x = self.computed["embed"] = self._embedded()
         while len(self.ran) <= 2 * self.layers:
             self.progress(f"following your values, in block {len(self.ran)}")
@@ -166,6 +167,10 @@ class Search:
     # The embeddings
 
     def _embedded(self) -> Tensor:
+        """Return the stream that enters the first block: GPT-2's, else of the known others the likeliest, else a fitted one.
+
+        Of a dump, which may not show it, what the first block's norm and projections show counts; a module shows it in any case.
+        """
         site = self.model.site(0)
         right = site.right("embed", {})
         seen = self.observation.find("embed", right)
@@ -241,7 +246,11 @@ class Search:
     # From block to block
 
     def _next(self, x: Tensor) -> Trial | None:
-        """Return the block that runs next on the stream ``x``, as the program computes it; None if nothing known explains it."""
+        """Return the block that runs next on the stream ``x``, as the program computes it; None if nothing known explains it.
+
+        In this order: the next block as GPT-2 has it; where its first nodes are not found, another block, or the end; the faults
+        of an earlier block; the block before with its result changed; any other fault. Else it goes on behind, from an array.
+        """
         expected = self.ran[-1] + 1 if self.ran else 0
         base = self.blocks.block(expected, x) if expected < self.layers else None
         if base is not None and self.blocks.goes_on(base):
