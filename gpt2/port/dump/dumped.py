@@ -40,17 +40,18 @@ SHOWN = 3  # recognised arrays that a note names
 
 @dataclass(frozen=True)
 class Output:
-    """A dump's logits (B, T', V'), T' being 1 or T, in their own dtype, and the ids (B, T) that they belong to."""
+    """A dump's logits (B, T', V'), T' being 1 or T, in their own dtype, and the ids (B, T) that they belong to: its ``rows``."""
 
     name: str
     logits: Tensor
     ids: Tensor
+    rows: slice
 
 
 def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output:
     """Return the dump's logits; ``expected`` (B, T, V) are the right ones. Raises InputError if it has none, or NaN."""
     candidates = [
-        Output(name, laid, dump.ids if rows is None else dump.ids[rows])
+        Output(name, laid, dump.ids[rows], rows)
         for name, array in dump.arrays.items()
         for laid, rows in _as_logits(array, dump.ids, expected, config)
     ]
@@ -59,8 +60,7 @@ def find_output(dump: Dump, expected: Tensor, config: GPT2Config) -> Output:
 
     def rank(one: Output) -> tuple[bool, bool, float]:
         probabilities = bool((one.logits >= 0).all()) or bool((one.logits <= 0).all())
-        row = [n for n in range(len(dump.ids)) if len(one.ids) != len(dump.ids) and torch.equal(dump.ids[n : n + 1], one.ids)]
-        value, right = one.logits[..., : expected.shape[-1]].double(), expected[row[:1]] if row else expected
+        value, right = one.logits[..., : expected.shape[-1]].double(), expected[one.rows]
         error = relative_error(value, right[:, -value.shape[1] :])
         return one.logits.shape[-1] != config.vocab_size, probabilities, error if math.isfinite(error) else math.inf
 
@@ -87,7 +87,7 @@ def _without_logits(dump: Dump, config: GPT2Config) -> InputError:
     return InputError(f"{dump.source}: holds no logits {shape}, with a batch dimension or none{todo}")
 
 
-def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config) -> Iterable[tuple[Tensor, slice | None]]:
+def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config) -> Iterable[tuple[Tensor, slice]]:
     """Yield an array as logits of all rows or of one, all positions or the last, if its shape allows this."""
     batch, tokens = ids.shape
     least = config.vocab_size
@@ -106,9 +106,9 @@ def _as_logits(array: Tensor, ids: Tensor, expected: Tensor, config: GPT2Config)
         if lead == batch * tokens:
             if one.shape[:-1] == (tokens, batch) and batch != tokens:
                 one = one.transpose(0, 1)
-            yield one.reshape(batch, tokens, width), None
+            yield one.reshape(batch, tokens, width), slice(None)
         elif lead == batch:
-            yield one.reshape(batch, 1, width), None
+            yield one.reshape(batch, 1, width), slice(None)
         elif lead in (tokens, 1):
             whole = one.reshape(1, lead, width)
             right = [relative_error(whole[..., :least].double(), row[None, -lead:]) for row in expected]
