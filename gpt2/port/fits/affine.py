@@ -51,7 +51,7 @@ class Linear:
         terms = {"the product": product, "the bias": bias} if bool(self.bias.any()) else {"the product": product}
         if x.shape == seen.value.shape:
             terms["the layer's input"] = x
-        if (found := combined(seen.value, terms, rows, seen)) is None:
+        if (found := combined(terms, rows, seen)) is None:
             return
         factors, fit = found
         one, times, own = (factors.get(name, 0.0) for name in ("the product", "the bias", "the layer's input"))

@@ -79,7 +79,7 @@ def _numbers(model: Model, layer: int, node: str, state: State, seen: Observed, 
 
 def sum_fit(seen: Observed, terms: Mapping[str, Tensor], rows: Tensor, part: str) -> Fit | None:
     """Return which multiples of ``terms`` a residual is the sum of; GPT-2 adds the first two, stream and branch."""
-    if (found := combined(seen.value, terms, rows, seen)) is None:
+    if (found := combined(terms, rows, seen)) is None:
         return None
     factors, fit = found
     stream, branch, *_ = terms
@@ -146,7 +146,7 @@ def activation_fit(seen: Observed, x: Tensor, rows: Tensor) -> Fit | None:
 def embedding_fit(seen: Observed, ids: Tensor, wte: Tensor, wpe: Tensor, rows: Tensor) -> Fit | None:
     """Return which rows of which tables were added, with which factors."""
     words, places = wte[ids], wpe[: ids.shape[1]].expand(len(ids), -1, -1)
-    if (found := combined(seen.value, {"wte[id]": words, "wpe[position]": places}, rows, seen)) is not None:
+    if (found := combined({"wte[id]": words, "wpe[position]": places}, rows, seen)) is not None:
         factors, fit = found
         id, part = ("embedding-scaled", "embed") if "wpe[position]" in factors else ("position-missing", "wpe")
         return seen.fitted(fit.value, rows, Cause.at(id, part, f"the embedding is {formula(factors)}"))

@@ -111,11 +111,11 @@ def nice(value: float, loose: float = NICE, known: Iterable[float] = ()) -> floa
     return next((one for one in simple if abs(value - one) <= loose * max(abs(one), 0.05)), value)
 
 
-def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Observed) -> tuple[dict[str, float], Fit] | None:
-    """Return the fewest ``terms`` with the coefficients that sum to ``target`` at ``rows``; None if no four do."""
+def combined(terms: Mapping[str, Tensor], rows: Tensor, seen: Observed) -> tuple[dict[str, float], Fit] | None:
+    """Return the fewest ``terms`` with the coefficients that sum to ``seen`` at ``rows``; None if no four do."""
     names = list(terms)
-    columns = torch.stack([terms[name].expand_as(target)[rows].flatten() for name in names], 1)
-    wanted = target[rows].flatten()
+    columns = torch.stack([terms[name].expand_as(seen.value)[rows].flatten() for name in names], 1)
+    wanted = seen.value[rows].flatten()
     gram, along, total = columns.T @ columns, columns.T @ wanted, float(wanted.square().sum())
     for count in range(1, min(MAX_TERMS, len(names)) + 1):
         sets = torch.tensor(list(itertools.combinations(range(len(names)), count)))
@@ -129,7 +129,7 @@ def combined(target: Tensor, terms: Mapping[str, Tensor], rows: Tensor, seen: Ob
                 break
             pairs = zip(sets[number].tolist(), ratio[number] / scale[number], strict=True)
             factors = {names[i]: nice(float(f), seen.loose) for i, f in pairs}
-            value = sum((factor * terms[name] for name, factor in factors.items()), torch.zeros_like(target))
+            value = sum((factor * terms[name] for name, factor in factors.items()), torch.zeros_like(seen.value))
             if 0.0 not in factors.values() and (fit := seen.fitted(value, rows)) is not None:
                 return factors, fit
     return None
