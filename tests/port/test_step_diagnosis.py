@@ -266,6 +266,7 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "biases are not zeroed": ("", {"zero": "for p in params: p.grad = p.grad if p.ndim == 1 else None"}, "gradient-not-zeroed"),
     "noise": ("", {"clip": f"[p.grad.add_(torch.randn_like(p)) for p in params]; {LINES['clip']}"}, None),
     "parts averaged": ("parts", {"backward": "state[len(state)] = torch.autograd.grad(loss, params)", "clip": MEANS}, ""),
+    "Nesterov": ("", {"optimizer": "torch.optim.SGD(params, lr, 0.9, nesterov=True)"}, "optimizer-sgd"),
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }

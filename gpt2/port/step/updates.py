@@ -47,7 +47,7 @@ class Rule:
     ``correction``: the beta whose power corrects each moment, 0 for none; ``late``: the power of the step after. ``place``: eps
     is added to the corrected root, inside the root, or to the root before its correction. ``coupled``: a decay that is added to
     the gradient. ``lost``: the moments begin at zero in every step; ``counted``: but the number of the step, which corrects them,
-    does not. The direction of Lion is the sign of a first moment, whose average goes on with beta2.
+    does not. Lion's direction is the sign of a first moment, whose average goes on with beta2. SGD that is late is Nesterov's.
     """
 
     kind: Literal["adam", "sgd", "lion"] = "adam"
@@ -109,7 +109,8 @@ def directions(rule: Rule, track: Track) -> Array:
     """Return the directions (K, n) in which a rule moves a parameter, from its own values and gradients."""
     out, kept = np.zeros(track.before.shape), rule.counted or not rule.lost
     g = track.gradient[track.seen] + rule.coupled * track.before[track.seen]
-    m = _averaged(g if rule.kind == "sgd" else (1 - rule.beta1) * g, rule.beta1, rule.lost)
+    m = _averaged((1 - rule.beta1 * (rule.kind != "sgd")) * g, rule.beta1, rule.lost)
+    m = g + rule.beta1 * m if rule.kind == "sgd" and rule.late else m
     if rule.kind == "adam":
         v = _averaged((1 - rule.beta2) * g * g, rule.beta2, rule.lost)
         most = np.maximum.accumulate(v) if rule.amsgrad and not rule.lost else v
@@ -177,7 +178,7 @@ def variants(settings: StepSettings) -> list[Rule]:
     momentum = replace(sgd, beta1=0.9)
     departures: list[dict[str, Any]] = [{field: value} for field, value, *_ in DEPARTURES if value not in FACTORS]
     lost, *others = (replace(adam, **one) for one in departures)
-    rules = [adam, lost, sgd, replace(lost, counted=True), momentum]
+    rules = [adam, lost, sgd, replace(lost, counted=True), momentum, replace(momentum, late=True)]
     rules += [replace(adam, coupled=decay) for decay in (settings.weight_decay, *DECAYS) if decay]
     rules += [*others, replace(adam, beta1=0.0, correction=(0, 0))]
     rules += [replace(one, **two) for one in others for two in departures[1:]]
