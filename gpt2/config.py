@@ -19,6 +19,13 @@ ALIASES = {
     "num_attention_heads": "n_head",
     "max_position_embeddings": "n_positions",
 }
+# Every file of a tokenizer that is not this project's own; those that were read are written back by an export.
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
+    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
+)
+# Every file beside the weights in the Hub's layout; repositories also hold copies for TensorFlow, Flax, Rust and ONNX.
+SMALL = ("config.json", "generation_config.json", "chat.json", *TOKENIZER_FILES)
 # Sizes come from untrusted files. The largest GPT-2 has 48 layers; the tensor list of a billion layers would fill memory.
 MAX_LAYERS, MAX_SIZE = 10_000, 2**31 - 1
 MAX_WHOLE, MAX_FLOAT = 2**63 - 1, sys.float_info.max

@@ -13,10 +13,12 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, TypeVar, Union, cast, get_args, get_origin
 
+from gpt2.config import SMALL
 from gpt2.errors import InputError, did_you_mean, require_writable, user_path
 
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
+OWN = (*SMALL, "recipe.json", "metrics.jsonl", "model.safetensors", "README.md")  # names in the folder of a model or a run
 
 
 def option(help: str, metavar: str | None = None, default: Any = None, **how: Any) -> Any:
@@ -145,7 +147,7 @@ def require_outputs(settings: Command) -> None:
         place = Path(os.path.realpath(user_path(given)))
         if place.is_file() and any(map(place.samefile, read)):
             taken[place] = "is read too"
-        elif folders & {*place.parents} and (not _is_result(place) if place.is_file() else place.name == "config.json"):
+        elif folders & {*place.parents} and (not _is_result(place) if place.is_file() else place.name in OWN):
             taken[place] = "is in a folder that is read or written"
         if use := taken.get(place):
             raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")

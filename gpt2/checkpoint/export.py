@@ -14,10 +14,10 @@ from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, token
 from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import FLOATS, WEIGHTS, ModelName
 from gpt2.checkpoint.saving import save, write_file, writing
-from gpt2.config import GPT2Config, quoted
+from gpt2.config import SMALL, GPT2Config, quoted
 from gpt2.data import Tokenizer
 from gpt2.data.chat import FILE as CHAT
-from gpt2.data.files import LEGACY, SMALL
+from gpt2.data.files import LEGACY
 from gpt2.errors import InputError, user_path
 from gpt2.model import GPT2
 

@@ -21,8 +21,8 @@ from gpt2.checkpoint.containers.tensorflow_file import TensorBundle, checkpoint_
 from gpt2.checkpoint.containers.torch_file import TorchFile
 from gpt2.checkpoint.keys import HEAD, SYNONYMS, from_file, sizes
 from gpt2.checkpoint.names import ADAPTER, LAYOUTS, OLD_LAYOUTS, WEIGHTS
-from gpt2.config import OFFICIAL_SIZES, GPT2Config, quoted
-from gpt2.data.files import LIMIT, SMALL
+from gpt2.config import OFFICIAL_SIZES, SMALL, GPT2Config, quoted
+from gpt2.data.files import LIMIT
 from gpt2.errors import CheckpointError, InputError
 
 # Suffixes of a single weights file in a folder without the names above.
@@ -134,7 +134,7 @@ def what_is_there(path: Path) -> str:
         return f"{listed(parts)} are parts of one model, told by an index: fetch {PART.sub('', parts[0])}.index.json too"
     if len(several) > 1:
         return f"{listed(several)} could each be it, give one of them"
-    if others := [name for name in names if name.endswith((".ot", ".onnx", ".tflite"))]:
+    if others := [name for name in names if name.endswith((".ot", ".onnx", ".tflite", ".xml", "_CHECKPOINT_METADATA"))]:
         return f"{listed(others)} cannot be opened; give the safetensors or PyTorch file of the same model"
     return f"the folder holds {listed(names, 6)}; give the one with the weights" if names else "the folder is empty"
 

@@ -17,8 +17,9 @@ from typing import Any
 
 from gpt2.checkpoint.names import ADAPTED, ADAPTER, LAYOUTS, OFFICIAL, OLD_LAYOUTS
 from gpt2.checkpoint.official import other_than_official
+from gpt2.config import SMALL
 from gpt2.data.client import check_environment, one_line
-from gpt2.data.files import SMALL, read_all, warn_once, write
+from gpt2.data.files import read_all, warn_once, write
 from gpt2.errors import CheckpointError, InputError, did_you_mean
 
 # Weights: only the first name that exists, with the files that match its pattern.

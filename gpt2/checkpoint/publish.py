@@ -16,9 +16,9 @@ from gpt2.checkpoint.loading import require_usable, rows_note
 from gpt2.checkpoint.names import ADAPTER, INDEX, REPOSITORY
 from gpt2.checkpoint.peft_files import WEIGHTS as ADAPTER_WEIGHTS
 from gpt2.checkpoint.saving import CARD, MANIFEST, unlike_manifest
-from gpt2.config import quoted
+from gpt2.config import SMALL, quoted
 from gpt2.data.client import one_line
-from gpt2.data.files import SMALL, opened
+from gpt2.data.files import opened
 from gpt2.errors import InputError, user_path
 
 BESIDE = {*SMALL, "encoder.json", "vocab.bpe", "LICENSE", CARD, card.CURVES}

@@ -14,10 +14,10 @@ from typing import Any
 
 from tokenizers import Tokenizer as Pipeline
 
-from gpt2.config import quoted
+from gpt2.config import TOKENIZER_FILES, quoted
 from gpt2.data import adapter
 from gpt2.data.bpe import as_pairs, ends, made_bpe
-from gpt2.data.files import END_OF_TEXT, TOKENIZER_FILES, read, read_json, read_text, warn_once
+from gpt2.data.files import END_OF_TEXT, read, read_json, read_text, warn_once
 from gpt2.data.library import ROLES, LibraryTokenizer, library
 from gpt2.data.tokenizer import Tokenizer
 from gpt2.errors import InputError

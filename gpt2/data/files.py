@@ -17,13 +17,6 @@ from gpt2.errors import InputError, printable, user_path
 
 END_OF_TEXT = "<|endoftext|>"  # of the vocabularies that are made here, and the mark between documents
 
-# Every file of a tokenizer that is not this project's own; those that were read are written back by an export.
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "chat_template.jinja"),
-    *("vocab.json", "merges.txt", "vocab.txt", "spiece.model"),
-)
-# Every file beside the weights in the Hub's layout; repositories also hold copies for TensorFlow, Flax, Rust and ONNX.
-SMALL = ("config.json", "generation_config.json", "chat.json", *TOKENIZER_FILES)
 LEGACY = ("added_tokens.json", "special_tokens_map.json")  # read beside the others: those of an earlier tokenizer are removed
 
 # Maximum bytes of one file. GPT-2's have up to 1.4 MB, the largest published vocabularies (256,000 tokens) 20 to 35 MB.

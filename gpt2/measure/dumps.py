@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gpt2.checkpoint.containers import MappedFile, shown
 from gpt2.checkpoint.containers.llmc_file import HEADER, STATE, magic_of
-from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
+from gpt2.checkpoint.files import open_file
+from gpt2.checkpoint.keys import from_file, is_parameter
 from gpt2.config import GPT2Config
 from gpt2.data.files import opened, reading
 from gpt2.errors import InputError, printable, require_memory, user_path
@@ -30,8 +31,9 @@ MASKS = {"attention_mask": 1, "padding_mask": 1, "pad_mask": 1, "key_padding_mas
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 MAX_BYTES = 16_000_000_000  # of all arrays; a full dump of gpt2 on 1024 tokens has 3 GB
 STATE_VERSION = 2  # of llm.c's debug state: its logits are not padded
-SUFFIXES = (".npz", ".safetensors", ".bin", ".npy")
-WAYS = "a .npz or .safetensors file, a directory of .npy files, or llm.c's debug state (.bin)"
+BY_NAME = (".safetensors", ".pt")  # also a checkpoint's
+SUFFIXES = (".npz", *BY_NAME, ".bin", ".npy")
+WAYS = "a .npz, .safetensors or .pt file, a directory of .npy files, or llm.c's debug state (.bin)"
 ROWS, COPIES = 16, 64  # of the model's longest rows and of its parameters, in float64: what a dump may hold
 STEP = "diagnose the step itself: gpt2 diagnose FILE.py:build --step FILE.py:make_step"
 FEWER = "write fewer tokens"
@@ -42,15 +44,11 @@ SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])})
 
 @dataclass(frozen=True)
 class Dump:
-    """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape.
-
-    ``ignored``: names of arrays that are not floats.
-    """
+    """What a program wrote: ``ids`` (B, T) int64, and ``arrays`` by their own names, of any float dtype and shape."""
 
     source: str
     ids: Tensor
     arrays: Mapping[str, Tensor]
-    ignored: tuple[str, ...] = ()
 
 
 def is_dump(text: str | Path) -> bool:
@@ -58,13 +56,13 @@ def is_dump(text: str | Path) -> bool:
     path = user_path(text)
     if path.is_dir():
         return not os.path.lexists(path / "config.json")
-    if path.suffix.lower() == ".safetensors" and path.is_file():
+    if path.suffix.lower() in BY_NAME and path.is_file():
         with suppress(InputError):
-            names = list(SafetensorsFile(path).entries)
-            return not any(name.endswith("wte.weight") for name in names) or _ids_name(names) is not None
+            names = list(open_file(path).entries)
+            return _ids_name(names) is not None or not any(is_parameter(from_file(name)) for name in names)
     if path.suffix.lower() == ".bin" and path.is_file():
         return magic_of(path) == STATE
-    return path.suffix.lower() in SUFFIXES
+    return path.suffix.lower() in SUFFIXES and path.suffix.lower() != ".pt"
 
 
 def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dump:
@@ -75,8 +73,8 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
     path = user_path(path)
     if not path.exists():
         raise InputError(f"{path}: no such file or directory; give {WAYS}")
-    readers: dict[str, Callable[[Path, float], Iterator[tuple[str, Tensor]]]]
-    readers = {".npz": _npz, ".safetensors": _safetensors, ".bin": lambda path, _: _debug_state(path, config)}
+    readers: dict[str, Callable[[Path, float], Iterator[tuple[str, Any]]]]
+    readers = {".npz": read_npz, **dict.fromkeys(BY_NAME, _tensors), ".bin": lambda path, _: _debug_state(path, config)}
     reader = _directory if path.is_dir() else readers.get(path.suffix.lower())
     if reader is None:
         alone = "; a single array is not a dump: put it and the ids into a directory" if path.suffix.lower() == ".npy" else ""
@@ -87,8 +85,9 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
 
 def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays", ids: Tensor | None = None) -> Dump:
     """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
-    tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in arrays.items()}
-    key = _ids_name(tensors)
+    key = _ids_name(map(str, arrays))
+    numbers = {name: value for name, value in arrays.items() if str(name) == key or not _is_text(value)}
+    tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in numbers.items()}
     if key is not None:
         given = tensors.pop(key)
         _refuse_steps(tensors, given, config, source)
@@ -100,7 +99,7 @@ def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your a
         raise InputError(f"{source}: holds no floating-point arrays beside the ids; save at least the logits")
     for name, tensor in tensors.items():
         _refuse_padding(name, tensor, ids, source)
-    return Dump(source, ids, floats, tuple(name for name in tensors if name not in floats))
+    return Dump(source, ids, floats)
 
 
 def _ids_name(tensors: Iterable[str]) -> str | None:
@@ -156,6 +155,10 @@ def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
     return ids
 
 
+def _is_text(value: Any) -> bool:
+    return not isinstance(value, Tensor) and np.asarray(value).dtype.kind in "US"
+
+
 def _tensor(value: Any, where: str) -> Tensor:
     """Return one array as a tensor; integers of any kind become int64. Raises InputError: no numbers."""
     if isinstance(value, Tensor):
@@ -204,7 +207,8 @@ def _read(file: IO[bytes], where: str, size: int, most: float) -> np.ndarray:
         if file.read(1):
             raise ValueError(f"the file has more than the {array.nbytes:,} bytes of {array.shape} of {array.dtype}")
     except Exception as error:  # NumPy evaluates the header as Python, and fails in a dozen ways
-        raise InputError(f"{where}: NumPy cannot read it ({_said(error)}); {RIGHT}") from None
+        how = "save numbers, without pickles" if "Object arrays" in str(error) else RIGHT
+        raise InputError(f"{where}: NumPy cannot read it ({_said(error)}); {how}") from None
     return array
 
 
@@ -212,12 +216,8 @@ def _said(error: Exception) -> str:
     return printable(str(error).partition("\n")[0], one_line=True)[:160] or type(error).__name__
 
 
-def _npz(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
-    return ((name, _tensor(array, f"{path}: {shown(name)}")) for name, array in read_npz(path, most))
-
-
-def _safetensors(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
-    file = SafetensorsFile(path)
+def _tensors(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
+    file = open_file(path)
     require_memory(sum(entry.end - entry.start for entry in file.entries.values()), f"{path}: its arrays", FEWER, most)
     for name in file.entries:
         yield name, file.read(name, mapped=False)
@@ -244,7 +244,7 @@ def _debug_state(path: Path, config: GPT2Config) -> Iterator[tuple[str, Tensor]]
     yield "logits", file.tensor(HEADER.size + 8 * count, logits, torch.float32, mapped=False)
 
 
-def _directory(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
+def _directory(path: Path, most: float) -> Iterator[tuple[str, np.ndarray]]:
     """Yield the arrays of all .npy files; ``layers/0.npy`` is named ``layers/0``. Other files are not read."""
     files = sorted(Path(folder) / name for folder, _, names in os.walk(path) for name in names if name.endswith(".npy"))
     if not files:
@@ -252,4 +252,4 @@ def _directory(path: Path, most: float) -> Iterator[tuple[str, Tensor]]:
         raise InputError(f"{path}: is a directory without .npy files; give {WAYS}, or {port}")
     require_memory(sum(file.stat().st_size for file in files), f"{path}: its arrays", FEWER, most)
     for file in files:
-        yield file.relative_to(path).with_suffix("").as_posix(), _tensor(read_npy(file, most), str(file))
+        yield file.relative_to(path).with_suffix("").as_posix(), read_npy(file, most)

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from support import hf_layouts
 from support.commands import refusal
 
-from gpt2.measure.dumps import dump_of, read, read_npy, read_npz
+from gpt2.measure.dumps import dump_of, is_dump, read, read_npy, read_npz
 
 CONFIG = hf_layouts.TINY
 IDS = np.array([[1, 2, 3], [4, 5, 6]])
@@ -19,17 +19,19 @@ LOGITS = np.zeros((2, 3, 61), np.float32)
 
 def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     """A name, dtype or byte order lost on the way would be taken for a fault of the program."""
-    np.savez(tmp_path / "a.npz", ids=IDS.astype(np.int32), logits=LOGITS.astype(">f4"), mask=np.ones(3, bool))
-    save_file({"ids": torch.tensor(IDS), "logits": torch.tensor(LOGITS)}, tmp_path / "a.safetensors")
+    other = {"mask": np.ones(3, bool), "words": np.array(["a"])}
+    np.savez(tmp_path / "a.npz", ids=IDS.astype(np.int32), logits=LOGITS.astype(">f4"), **other)
+    for write, name in ((save_file, "a.safetensors"), (torch.save, "a.pt")):
+        write({"ids": torch.tensor(IDS), "logits": torch.tensor(LOGITS)}, tmp_path / name)
+        assert is_dump(tmp_path / name)
     (tmp_path / "d" / "deep").mkdir(parents=True)
     np.save(tmp_path / "d" / "deep" / "logits.npy", LOGITS)
     np.save(tmp_path / "d" / "tokens.npy", IDS[0])
     (tmp_path / "d" / "index.json").write_text("{}")
-    npz, safetensors, folder = (read(tmp_path / name, CONFIG) for name in ("a.npz", "a.safetensors", "d"))
-    assert torch.equal(npz.ids, safetensors.ids)
+    npz, folder, *others = (read(tmp_path / name, CONFIG) for name in ("a.npz", "d", "a.safetensors", "a.pt"))
+    assert all(torch.equal(npz.ids, each.ids) and torch.equal(npz.arrays["logits"], each.arrays["logits"]) for each in others)
     assert torch.equal(npz.ids[:1], folder.ids)
-    assert torch.equal(npz.arrays["logits"], safetensors.arrays["logits"])
-    assert (list(folder.arrays), npz.ignored) == (["deep/logits"], ("mask",))
+    assert (list(folder.arrays), list(npz.arrays)) == (["deep/logits"], ["logits"])
     half = torch.tensor([1.5, -2]).bfloat16()
     jax = half.view(torch.int16).numpy().view("V2")  # as NumPy reads JAX's bfloat16
     given = dump_of({"x/IDX": IDS[0].tolist(), "a": half, "b": np.float16([1]), "c": jax}, CONFIG)
@@ -72,7 +74,7 @@ BAD = {
     "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),
     "empty": ({"ids": IDS[:, :0], "logits": LOGITS}, "has shape (2, 0)"),
-    "words": ({"ids": IDS, "logits": np.array(["a"])}, "holds <U1 values; save numbers"),
+    "words": ({"ids": np.array(["a"]), "logits": LOGITS}, "holds <U1 values; save numbers"),
     "bytes": ({"ids": IDS, "logits": np.zeros(3, "V4")}, "holds |V4 values; save numbers"),
     "fields": ({"ids": IDS, "logits": np.zeros(3, "f2,")}, "holds [('f0', '<f2')] values; save numbers"),
 }

@@ -38,7 +38,7 @@ OTHER_FORMATS = (
     (b"\x80", "is a pickle; convert it to safetensors (transformers' save_pretrained does)"),
     (b"GGUF", "is a GGUF file; name it .gguf"),
     *((magic, OLD_GGML) for magic in (b"lmgg", b"fmgg", b"tjgg")),
-    (b"<", "is a web page; fetch the file itself"),
+    *((start, "is a web page; fetch the file itself") for start in (b"<!", b"<h", b"<H", b"<?")),
     (b"\x1f\x8b", "is compressed by gzip; unpack it"),
 )
 PIECE = 1 << 21  # bytes converted at a time

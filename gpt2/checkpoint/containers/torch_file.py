@@ -56,7 +56,7 @@ class TorchFile(Container):
             try:
                 entries[name] = describe(call, places)
             except NotDense as error:
-                raise Refused(f"{shown(name)} is {error}; save it as a plain dense tensor") from None
+                raise Refused(f"{shown(name)} is {error}; save a plain tensor (dequantize(), full_tensor() or to_dense() of it)") from None
             except Damaged as error:
                 raise Damaged(f"has a tensor {shown(name)} that {error}") from None
         return entries
@@ -71,7 +71,7 @@ class TorchFile(Container):
         members = self._members()
         roots = [name.removesuffix("/data.pkl") for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
         if len(roots) != 1:
-            raise Refused("is a zip archive, but not one of torch.save; give a checkpoint")
+            raise Refused("is a zip archive, but not one of torch.save; write its tensors as safetensors")
         (root,) = roots
         order = members.get(f"{root}/byteorder")
         if order is not None and self._file.bytes(*order[:2]) != b"little":

@@ -60,7 +60,7 @@ def diagnose(
     import torch
 
     from gpt2.checkpoint.loading import load, require_intact
-    from gpt2.measure.dumps import is_dump
+    from gpt2.measure.dumps import WAYS, is_dump
     from gpt2.measure.metrics import silent
     from gpt2.model import GPT2
 
@@ -76,7 +76,7 @@ def diagnose(
         try:
             what = load(name, offline=offline).float()
         except InputError as error:
-            raise InputError(f"{error}; or give a module, as port.py:build, or a dump, as dump.npz") from None
+            raise InputError(f"{error}; or give a module, as port.py:build, or a dump: {WAYS}") from None
     ours = model if isinstance(model, GPT2) else load(str(model), revision=revision, offline=offline)
     require_intact(ours, f"the right model{ours.name and f', {ours.name}'}")
     if isinstance(what, torch.nn.Module):
