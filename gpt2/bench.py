@@ -44,10 +44,8 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
     def __format__(self, spec: str) -> str:
+        spec = spec or ".2f"
         return f"{self.median:{spec}} ({self.min:{spec}} .. {self.max:{spec}})"
-
-    def __str__(self) -> str:
-        return f"{self:.2f}"
 
 
 def interleaved(runs: Mapping[str, Callable[[], float]], pairs: int) -> dict[str, list[float]]:

@@ -124,10 +124,7 @@ def require_sense(settings: Command) -> None:
 
 
 def require_outputs(settings: Command) -> None:
-    """Raise InputError: an output that cannot be written, is another output too, or would replace a file that is needed.
-
-    That is a file that is read, or one in a folder that is read or written; of an earlier result there nothing is lost.
-    """
+    """Raise InputError: an output that cannot be written, or would replace another file than an earlier result, or a model's."""
     outputs = [each for each in fields(settings) if "writes" in each.metadata]
     others = [vars(settings)[a.name] for a in fields(settings) if not {"prompt", "stop", "writes"} & {a.name, *a.metadata}]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
@@ -147,8 +144,8 @@ def require_outputs(settings: Command) -> None:
         place = Path(os.path.realpath(user_path(given)))
         if place.is_file() and any(map(place.samefile, read)):
             taken[place] = "is read too"
-        elif folders & {*place.parents} and (not _is_result(place) if place.is_file() else place.name in OWN):
-            taken[place] = "is in a folder that is read or written"
+        elif not _is_result(place) if place.is_file() else place.name in OWN and folders & {*place.parents}:
+            taken[place] = "is a model's or your own file"
         if use := taken.get(place):
             raise InputError(f"{flag} {given}: {use}, and would be lost; give another path")
         if place.is_file() or not place.exists():  # all may go to /dev/null
@@ -156,13 +153,13 @@ def require_outputs(settings: Command) -> None:
 
 
 def _is_result(path: Path) -> bool:
-    """Return whether a file is empty, or what a command wrote for the user: a page, JSON, or a trace in any form."""
+    """Return whether a file is empty, or a result: JSON, a trace (.safetensors, .npz, llm.c's), a page, a picture."""
     with path.open("rb") as file:
-        ends = file.read(300)
+        ends = file.read(1000)
         file.seek(max(0, path.stat().st_size - 300))
         ends += file.read()
     state = int.from_bytes(ends[:4], "little") == 20240327  # the beginning of llm.c's debug state
-    marks = b'"json_version"', b'"about"', b"about.json.npy", b"; img-src data:;"  # JSON, .safetensors, .npz, a page
+    marks = b'"json_version"', b'"about"', b"about.json.npy", b"; img-src data:;", b"Matplotlib"
     return state or not ends or any(mark in ends for mark in marks)
 
 

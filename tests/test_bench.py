@@ -31,7 +31,7 @@ def test_runs_take_turns_and_the_first_round_is_thrown_away() -> None:
 def test_a_ratio_is_taken_pair_by_pair() -> None:
     """The ratio of two medians hides that both runs of a pair were slow."""
     assert ratio([2, 20, 6], [1, 10, 2]) == Spread(2, 2, 3)
-    assert str(Spread(2, 1.5, 3)) == "2.00 (1.50 .. 3.00)"
+    assert f"{Spread(2, 1.5, 3)}" == "2.00 (1.50 .. 3.00)"
 
 
 def test_a_table_and_json_of_the_same_rows(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

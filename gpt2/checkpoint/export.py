@@ -9,6 +9,7 @@ import torch
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.containers.gguf_file import NoTokenizer
 from gpt2.checkpoint.describe import File
+from gpt2.checkpoint.files import folder_of
 from gpt2.checkpoint.gguf_writer import TANH_GELU, TYPES, gguf_pieces
 from gpt2.checkpoint.llmc_writer import model_pieces, require_expressible, tokenizer_file
 from gpt2.checkpoint.loading import require_usable, rows_note
@@ -75,6 +76,8 @@ def export(
     directory = user_path(directory)
     model, tokenizer, notes = exported_model(source, revision, offline)
     if format == "hf":
+        if isinstance(source, str) and folder_of(user_path(ModelName.parse(source).base)).absolute() == directory.absolute():
+            raise InputError(f"{directory}: is read too, and would be lost; choose another folder")
         mine = {CHAT} if tokenizer is not None and tokenizer.chat else set[str]()
         mine |= set() if tokenizer is None else {*tokenizer.texts(model.config.n_positions), *LEGACY}
         if left := [name for name in TOKENIZER_FILES if name not in mine and (directory / name).exists()]:

@@ -21,8 +21,8 @@ from gpt2.errors import CheckpointError
 OTHER = "another architecture; this loader reads GPT-2 only"
 # A pattern of keys that no GPT-2 has -> what the file is, and what to do about it.
 CAUSES = {
-    r"\.(q_?weight|W_q|codebooks|qzeros|g_idx|(nested_)?(absmax|quant_map)|SCB|weight_format|quant_state\..*|weight_scale|_scale)$": (
-        "quantised weights (GPTQ, AWQ, bitsandbytes, quanto or the like), which are not read; give the model that they were made from"
+    r"\.(q_?weight|W_q|codebooks|qzeros|g_idx|(nested_)?(absmax|quant_map)|SCB|weight_format|quant_state\..*|(weight)?_scale)$": (
+        "quantised weights (GPTQ, AWQ, bitsandbytes, quanto ...), which are not read; give the model that they were made from"
     ),
     r"\.(lora_[AB]|lora_embedding_[AB]|base_layer|original_module|modules_to_save)\b": (
         "PEFT's parts beside the weights; save the adapter alone (save_pretrained of the PEFT model) and give that folder"

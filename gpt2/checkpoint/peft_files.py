@@ -113,11 +113,9 @@ class Adapter:
 def read_adapter(path: Path) -> Adapter:
     """Read a PEFT directory. Raises CheckpointError: missing, damaged or contradictory files, or more than plain LoRA."""
     where, config = path / CONFIG, read_json(path / CONFIG)
-    if (kind := config.get("peft_type")) is None:
-        raise CheckpointError(f"{where}: has no peft_type, so it is not PEFT's; merge it into its base with the library that wrote it")
-    if kind != "LORA":
+    if (kind := config.get("peft_type")) != "LORA":
         beside = "it works beside the base's weights in every call, so run it with PEFT, or give its base model alone"
-        advice = beside if kind in NOT_MERGED else _merging(config)
+        advice = beside if kind in NOT_MERGED else _merging(config) if kind else "merge it with the library that wrote it"
         raise CheckpointError(f"{where}: peft_type is {quoted(str(kind))}, not LORA; {advice}")
     advice = _merging(config)
     more = [key for key, value in config.items() if key not in WITHOUT_EFFECT and value not in (None, False, {}, [], "")]

@@ -47,8 +47,8 @@ that makes one whole step, and is called again for each run:
 optim.), steps, batch_size, context, grad_accum, dropout. What is not set is read off and reported. Hugging Face's
 Trainer and Lightning: PROGRAMS.md.
 
-A dump (.npz, .safetensors, a directory of .npy, llm.c's debug state .bin) holds the token ids under the name ids, shape (T,) or
-(B, T), the logits, and any intermediate values in any layout, under any names. The more it holds, the more can be said.
+A dump (.npz, .safetensors, .pt, a directory of .npy, llm.c's debug state .bin) holds the token ids under the name ids, shape (T,)
+or (B, T), the logits, and any intermediate values in any layout, under any names. The more it holds, the more can be said.
 
 --run runs a program for its dump: {ids} is a .npy file of token ids, shape (T,), int64; {text} the same ids as text, in one line;
 {out} the path to write to: add .npz or .safetensors, or make a directory of .npy files of it; {model} a folder with config.json

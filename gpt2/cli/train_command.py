@@ -5,14 +5,14 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpt2.cli.common import finish, note, wrote
 from gpt2.errors import InputError
-from gpt2.options import Command, argument, option, pick, require_unused
+from gpt2.options import Command, argument, option, pick, require_outputs, require_unused
 
 EXAMPLES = """\
   gpt2 train --list                                                     list the recipes
@@ -61,7 +61,8 @@ def run(args: TrainSettings) -> int:
         require_unused(args, "plot: the numbers are in RUN/metrics.jsonl", ("json",))
         from gpt2.train.plot import plot
 
-        wrote(str(plot(args.runs, args.out or "loss.png").absolute()))
+        require_outputs(replace(args, out=(out := args.out or "loss.png")))
+        wrote(str(plot(args.runs, out).absolute()))
         return 0
     if args.runs:
         raise InputError(f"{args.runs[0]}: give one recipe only; gpt2 train plot RUN... takes several runs")

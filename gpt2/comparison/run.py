@@ -13,7 +13,7 @@ from gpt2.comparison.pairs import Saved, compare_sides
 from gpt2.comparison.ranking import Comparisons
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.settings import Settings
-from gpt2.comparison.sides.opening import runs_as_it_is
+from gpt2.comparison.sides.opening import KINDS, PORT
 from gpt2.config import number
 from gpt2.data.documents import NAMED
 from gpt2.data.files import read_all
@@ -72,7 +72,8 @@ def compare_named(given: Sequence[Given], settings: Settings) -> Comparison | Co
     for each in changed(settings, "threshold", "blame", "save", "cases") if len(models) > 2 else ():
         run = "; a run's folder is all its checkpoints, RUN/best the best one" if len(models) > len(known) else ""
         raise InputError(f"{each.name} is for two models, and these are {len(models)}; leave it or the other models out{run}")
-    for each in changed(settings, "dtype", "device") if all(map(runs_as_it_is, known)) else ():
+    as_is = (isinstance(one, GPT2) or PORT.fullmatch(one) or one.startswith(tuple(k.prefix for k in KINDS)) for one in known)
+    for each in changed(settings, "dtype", "device") if all(as_is) else ():
         what = "models in memory, ports, traces and engines, which are compared as they are"
         raise InputError(f"{each.name} has no effect on {what}; leave it out")
     return compare_sides(models, settings)

@@ -85,9 +85,9 @@ def read(path: str | Path, config: GPT2Config, ids: Tensor | None = None) -> Dum
 
 def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your arrays", ids: Tensor | None = None) -> Dump:
     """Return the dump of ``arrays``, NumPy's or torch's, by any names. Raises InputError as :func:`read` does."""
-    key = _ids_name(map(str, arrays))
-    numbers = {name: value for name, value in arrays.items() if str(name) == key or not _is_text(value)}
+    numbers = {name: one for name, one in arrays.items() if isinstance(one, Tensor) or np.asarray(one).dtype.kind not in "US"}
     tensors = {str(name): _tensor(value, f"{source}: {shown(str(name))}") for name, value in numbers.items()}
+    key = _ids_name(tensors)
     if key is not None:
         given = tensors.pop(key)
         _refuse_steps(tensors, given, config, source)
@@ -153,10 +153,6 @@ def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
         raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
     require_memory(8 * points_size(config, *ids.shape) // config.n_layer, f"{where}: {len(ids):,} rows", "run fewer")
     return ids
-
-
-def _is_text(value: Any) -> bool:
-    return not isinstance(value, Tensor) and np.asarray(value).dtype.kind in "US"
 
 
 def _tensor(value: Any, where: str) -> Tensor:

@@ -57,10 +57,7 @@ def read_ids(path: str | Path) -> np.ndarray:
     if path.suffix == ".npy":
         return read_npy(path, MAX_BYTES)
     with reading(path, "give a file of ids"):
-        return _parsed(decoded(read_all(path, MAX_BYTES), path), path)
-
-
-def _parsed(text: str, path: Path) -> np.ndarray:
+        text = decoded(read_all(path, MAX_BYTES), path)
     rows: list[list[int]] = []
     for number, line in enumerate(text.splitlines(), 1):
         words = [word for word in SEPARATORS.split(line) if word]

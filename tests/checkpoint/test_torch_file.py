@@ -121,7 +121,7 @@ def test_reads_files_of_python_2(tmp_path: Path) -> None:
         ({"a": torch.ones(2, dtype=torch.complex64)}, "a is complex64"),
         ({"a": torch.ones(2).to(torch.float8_e4m3fn)}, "a is float8_e4m3fn"),
         ({"a": torch.ones(2, dtype=torch.complex64).conj().imag}, "a is a negated or conjugated view"),
-        ({"a": torch.ones(2, 2).to_sparse()}, "a is of the kind sparse; save it as a plain dense"),
+        ({"a": torch.ones(2, 2).to_sparse()}, "a is of the kind sparse; save a plain tensor"),
         ({"a": torch.empty(2, device="meta")}, "a is of the kind meta"),
         ({}, "a is of the kind qtensor"),
     ],

@@ -24,14 +24,14 @@ from gpt2.data.files import read_json, write_output
 def test_an_earlier_report_outlasts_a_full_disk(words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     """Reports were written in place: a full disk lost the earlier one. Control: with room the new one is there."""
     report = tmp_path / "report"
-    report.write_text("earlier")
+    report.write_text(earlier := '"json_version"')
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         assert main([*words, str(report)]) == 2
     assert f"{report}: cannot be written (No space left on device); make room" in capsys.readouterr().err
-    assert report.read_text() == "earlier"
+    assert report.read_text() == earlier
     assert main([*words, str(report)]) == 0
-    assert report.read_text() != "earlier"
+    assert report.read_text() != earlier
     assert os.listdir(tmp_path) == ["report"]
 
 
@@ -103,6 +103,7 @@ def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, capsys) -> None:
         assert "would be lost" in mistake(capsys, "export", model, str(folder), "--json", str(folder / name))
     folder.rmdir()  # nothing was written
     shutil.copytree(model, folder)
+    assert "is read too" in mistake(capsys, "export", str(folder), f"{folder}/")  # which dropped its other heads
     (folder / "empty").touch()
     (folder / "mine.html").write_text(f"<!doctype html>{' ' * 400}")
     np.savez(folder / "mine.npz", ids=np.zeros(2), logits=np.zeros((99, 9)))

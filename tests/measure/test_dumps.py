@@ -19,8 +19,7 @@ LOGITS = np.zeros((2, 3, 61), np.float32)
 
 def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     """A name, dtype or byte order lost on the way would be taken for a fault of the program."""
-    other = {"mask": np.ones(3, bool), "words": np.array(["a"])}
-    np.savez(tmp_path / "a.npz", ids=IDS.astype(np.int32), logits=LOGITS.astype(">f4"), **other)
+    np.savez(tmp_path / "a.npz", ids=IDS.astype(np.int32), logits=LOGITS.astype(">f4"), mask=np.ones(3, bool), words=["a"])
     for write, name in ((save_file, "a.safetensors"), (torch.save, "a.pt")):
         write({"ids": torch.tensor(IDS), "logits": torch.tensor(LOGITS)}, tmp_path / name)
         assert is_dump(tmp_path / name)
@@ -37,7 +36,7 @@ def test_every_container_gives_the_same_dump(tmp_path: Path) -> None:
     given = dump_of({"x/IDX": IDS[0].tolist(), "a": half, "b": np.float16([1]), "c": jax}, CONFIG)
     assert given.ids.tolist() == [[1, 2, 3]]
     assert all(torch.equal(given.arrays[name], half) for name in "ac")
-    for other in ("V4", "i1,i1"):  # no bfloat16
+    for other in ("V4", "i1,i1", "f2,"):  # no bfloat16
         assert "save numbers" in refusal(dump_of, {"ids": IDS, "a": np.zeros(2, other)}, CONFIG)
 
 
@@ -69,14 +68,11 @@ BAD = {
     "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 66, and the model knows 0 to 60"),
     "negative": ({"ids": IDS - 2, "logits": LOGITS}, "holds the id -1"),
     "four axes": ({"ids": IDS[None, None], "logits": LOGITS}, "has shape (1, 1, 2, 3), and ids are (T,) or (B, T)"),
-    "no axes": ({"ids": np.array(3), "logits": LOGITS}, "has shape ()"),
     "fractions": ({"ids": IDS + 0.5, "logits": LOGITS}, "holds float64 values that are not ids"),
     "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),
     "empty": ({"ids": IDS[:, :0], "logits": LOGITS}, "has shape (2, 0)"),
-    "words": ({"ids": np.array(["a"]), "logits": LOGITS}, "holds <U1 values; save numbers"),
-    "bytes": ({"ids": IDS, "logits": np.zeros(3, "V4")}, "holds |V4 values; save numbers"),
-    "fields": ({"ids": IDS, "logits": np.zeros(3, "f2,")}, "holds [('f0', '<f2')] values; save numbers"),
+    "words": ({"ids": np.array(["a"]), "logits": LOGITS}, "holds no token ids; save them as integers"),
 }
 
 

@@ -56,7 +56,7 @@ class TorchFile(Container):
             try:
                 entries[name] = describe(call, places)
             except NotDense as error:
-                raise Refused(f"{shown(name)} is {error}; save a plain tensor (dequantize(), full_tensor() or to_dense() of it)") from None
+                raise Refused(f"{shown(name)} is {error}; save a plain tensor (its dequantize() or full_tensor())") from None
             except Damaged as error:
                 raise Damaged(f"has a tensor {shown(name)} that {error}") from None
         return entries

@@ -38,11 +38,6 @@ def open_sides(*models: str | GPT2, settings: Settings = DEFAULTS) -> tuple[Side
     return tuple(sides)
 
 
-def runs_as_it_is(model: str | GPT2) -> bool:
-    """Return whether a side takes neither dtype nor device: all but a checkpoint by its name."""
-    return isinstance(model, GPT2) or bool(PORT.fullmatch(model)) or model.startswith(tuple(kind.prefix for kind in KINDS))
-
-
 def open_side(name: str | GPT2, settings: Settings = DEFAULTS) -> Side:
     """Open a side, by name or a model in memory. The settings have the dtype of a model whose name gives none, and the device.
 
