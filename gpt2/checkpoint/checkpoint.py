@@ -176,7 +176,7 @@ class RandomCheckpoint(Checkpoint):
         return lambda name, dtype: state[name].to(dtype)
 
     def load(self, dtype: torch.dtype | None = None, device: str | torch.device = "cpu") -> GPT2:
-        if dtype == torch.int8:
+        if (dtype or self.dtype) == torch.int8:
             return super().load(dtype, device)
         model = random_model(self.random).to(device).to(dtype or self.dtype).eval()  # in place: no second copy
         model.name = self.name

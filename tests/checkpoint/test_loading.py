@@ -105,6 +105,7 @@ def test_random_models_are_drawn_from_their_seed_alone(monkeypatch: pytest.Monke
         assert tensor.unique().numel() > 0.9 * tensor.numel(), f"{name} is not random"
     assert torch.equal(load("random:tiny").wte.weight, load("random:tiny:0").wte.weight)
     assert_holds(load("random:tiny:7:bf16"), {name: tensor.bfloat16() for name, tensor in first.state_dict().items()})
+    assert load("random:tiny:7:int8").wte.weight.dtype == torch.int8  # was a traceback
     assert "seed" in refusal(load, f"random:tiny:{2**64}")
     assert "without a tokenizer" in refusal(load_tokenizer, "random:tiny")
 
