@@ -58,8 +58,7 @@ def test_every_port_that_load_into_fills_comes_back_bit_for_bit(name: str, sizes
     for key, tensor in state.items():
         back = found.weights[key].float()
         shared = min(len(back), len(tensor))
-        expected = torch.zeros_like(tensor) if key in lacking else tensor[:shared]
-        assert torch.equal(back[:shared], expected), key
+        assert torch.equal(back[:shared], torch.zeros_like(tensor) if key in lacking else tensor[:shared]), key
         assert len(back) == len(tensor) or not back[shared:].any() or key == "wpe.weight", key
     assert any("a bias that it lacks is zero" in note for note in found.notes) == bool(lacking)
 
@@ -307,14 +306,14 @@ class Filled(GPT2):
 
 
 def test_a_module_that_makes_tensors_in_the_default_dtype_is_run_in_float64() -> None:
-    """The least number of float64 does not go into one: a stranger's right module was refused, and diagnosed to 1e-5 alone."""
-    module = Filled(CONFIG).eval()
-    found = checkpoint_of(module)
-    report, diagnosis = load_into(module, found.load()), diagnose(module, found.load())
+    """A stranger's right module was refused, as float64's least number is none; the default stayed float64, for all threads."""
+    module, defaults = Filled(CONFIG).eval(), set[torch.dtype]()
+    report = load_into(module, ours := checkpoint_of(module).load())
+    diagnosis = diagnose(module, ours, progress=lambda _: defaults.add(torch.get_default_dtype()))
     assert (report.ok, diagnosis.ok, report.logits_error is None) == (True, True, False)
     assert diagnosis.logits_error < FLOAT64_BOUND
     assert "it was run with float64 as that default" in diagnosis.notes[0]
-    assert torch.get_default_dtype() == torch.float32
+    assert defaults == {torch.get_default_dtype()} == {torch.float32}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::UserWarning")  # torch's own, of quantize_dynamic

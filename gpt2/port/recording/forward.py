@@ -57,6 +57,9 @@ class Borrowed:
         if any(tensor.is_inference() for tensor in self.tensors.values()):
             self._inference.enter_context(torch.inference_mode())
         self._default, self._class = torch.get_default_dtype(), type(self.module)
+        self._during = self._default  # the default dtype during a call of the module, and only there: all threads have it
+        self._hooks = [self.module.register_forward_pre_hook(lambda *_: torch.set_default_dtype(self._during))]
+        self._hooks.append(self.module.register_forward_hook(lambda *_: torch.set_default_dtype(self._default), always_call=True))
         self._modes = [(part, part.training) for part in self.module.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         for part, _ in self._modes:  # some modules override eval()
@@ -99,13 +102,12 @@ class Borrowed:
     def widest(self, call: Callable[[], list[Tensor | Exception]]) -> list[Tensor | Exception]:
         """Return what ``call`` returns in float64; if errors alone, with new tensors in float64 too, or in the own dtype.
 
-        A forward that makes tensors in torch's default dtype fails where they meet float64, or its least number. The default is
-        put back when the module is: until then, other threads of the process have it, too.
+        A forward that makes tensors in torch's default dtype fails where they meet float64, or its least number.
         """
         made = call()
         if isinstance(made[0], Exception) and self.failure is None and not any(isinstance(one, Tensor) for one in made):
             self.failure = made[0]
-            torch.set_default_dtype(torch.float64)
+            self._during = torch.float64
             made = call()
             if not any(isinstance(one, Tensor) for one in made):
                 self.wide = False
@@ -115,19 +117,19 @@ class Borrowed:
 
     def to_own_dtype(self) -> None:
         """Round the float64 values to each tensor's own dtype."""
-        torch.set_default_dtype(self._default)
+        self._during = self._default
         for tensor, before in self._swapped.values():
             tensor.data = tensor.data.to(before.dtype)
 
     @contextmanager
     def in_own_dtype(self) -> Iterator[None]:
         """Let the float64 values be rounded to each tensor's own dtype meanwhile."""
-        wide, default = [(tensor, tensor.data) for tensor, _ in self._swapped.values()], torch.get_default_dtype()
+        wide, during = [(tensor, tensor.data) for tensor, _ in self._swapped.values()], self._during
         self.to_own_dtype()
         try:
             yield
         finally:
-            torch.set_default_dtype(default)
+            self._during = during
             for tensor, data in wide:
                 tensor.data = data
 
@@ -137,7 +139,6 @@ class Borrowed:
 
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
-        torch.set_default_dtype(self._default)
         if type(self.module) is not self._class:  # rows were run one after the other
             self.module.__class__ = self._class
         for tensor, before in self._swapped.values():
@@ -145,6 +146,8 @@ class Borrowed:
                 before.copy_(tensor.data)
             tensor.data = before
         self.rewind()
+        for hook in self._hooks:
+            hook.remove()
         for part, training in self._modes:
             part.training = training
         self._inference.close()
