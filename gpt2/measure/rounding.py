@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.measure.elementary import CACHED, STEPS, Steps, attention_in_steps
 from gpt2.measure.metrics import split, worst_relative_error
-from gpt2.measure.tracing import Recorded, trace
+from gpt2.measure.tracing import Recorded, trace, trace_steps
 from gpt2.model import GPT2
 
 # How many times what rounding explains a right model's error may be; tests/measure/test_rounding.py has right and imprecise ones.
@@ -137,11 +137,12 @@ def rounded_weights(model: GPT2, dtype: torch.dtype) -> GPT2:
 def explained_errors(model: GPT2, ids: Tensor, dtype: torch.dtype, exact: Recorded | None = None) -> dict[str, float]:
     """Return the worst entry's error that rounding to ``dtype`` explains at each traced point of a float64 model on ids (B, T).
 
-    ``exact`` has the tensors of the float64 run (computed if they are not given).
+    ``exact`` has the tensors of the float64 run (computed if they are not given); others than these are not kept.
     """
+    exact, noisy = exact or trace(model, ids), Recorded()
     with rounding_noise(dtype):
-        noisy = trace(rounded_weights(model, dtype), ids)
-    return {name: worst_relative_error(noisy[name], tensor) for name, tensor in (exact or trace(model, ids)).items()}
+        trace_steps(rounded_weights(model, dtype), ids, lambda step: noisy.update({n: x for n, x in step.items() if n in exact}))
+    return {name: worst_relative_error(noisy[name], tensor) for name, tensor in exact.items()}
 
 
 def of_the_machine(error: float, other: float, apart: float) -> bool:

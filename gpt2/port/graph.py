@@ -137,29 +137,29 @@ class Model:
         return (program or Program()).at("embed")(self.site(0), {}).to(self.dtype)
 
     def stages(
-        self, program: Program, first: int, last: int, entrance: Entrance | None = None, until: int | None = None
+        self, program: Program, first: int, last: int, entrance: Entrance | None = None, until: int = LAST, every: bool = True
     ) -> State:
         """Return a program's values by traced point, without an ``entrance`` from the embeddings on.
 
-        Blocks ``first`` to ``last`` (excluded), up to node ``until`` of the last one; ``x`` is its input, ``end`` its last node.
+        Blocks ``first`` to ``last`` (excluded), up to node ``until`` of the last: ``every`` node, its input ``x``, its ``end``.
         """
         points: State = {} if entrance else {"embed": self.embed(program)}
         x = entrance.state["x"] if entrance else points["embed"]
         for number, layer in enumerate(program.order or range(first, last)):
             state, after = (entrance.state, entrance.after) if number == 0 and entrance else ({"x": x}, -1)
-            stop = LAST if until is None or layer < last - 1 or program.order else until
+            stop = LAST if layer < last - 1 or program.order else until
             state = run_block(self.site(layer, state), state, program.blocks.get(layer, {}), after, stop)
             if "attn.scores" in state:
                 state["attn.scores"] = state["attn.scores"].tril()  # as our trace has them: 0 for later tokens
             place = number if program.order else layer
-            points |= {point_at(place, node): state[node] for node in NODES[: stop + 1] if node in state}
+            points |= {point_at(place, node): state[node] for node in NODES[: stop + 1] if every and node in state}
             points["x"], x = state["x"], state[NODES[stop]]
         return points | {"x": points.get("x", x), "end": x}
 
-    def trace(self, program: Program, entrance: Entrance | None = None) -> State:
-        """Return a program's values at all traced points, from ``entrance`` on."""
+    def trace(self, program: Program, entrance: Entrance | None = None, every: bool = True) -> State:
+        """Return a program's values at all traced points, from ``entrance`` on; those outside the blocks, if not ``every``."""
         first, layers = entrance.layer if entrance else 0, self.config.n_layer
-        points = self.stages(program, first, layers, entrance)
+        points = self.stages(program, first, layers, entrance, every=every)
         points = {point: value for point, value in points.items() if not point.endswith(HIDDEN)}
         ended = self.site(0, {"x": points["end"]})
         points["ln_f"] = program.at("ln_f")(ended, {"x": points["end"]})

@@ -45,6 +45,7 @@ from gpt2.port.terms.ranking import ranked
 from gpt2.port.terms.report import Diagnosis, Divergence
 
 MOST_ROUNDED = 1.0  # a larger error of logits, over their root mean square, is none of rounding
+FAR = 1000  # times what rounding explains in a short text: a larger error is none of rounding in a long one
 NARROW = (torch.bfloat16, torch.float16)
 LONG_TEXT = 1.5e11  # parameters times tokens of the longest text: the whole context of gpt2, in some 10 s of two cores
 
@@ -136,12 +137,13 @@ class Examination:
         rounding, ends, unread = self.runs.bound, list[Cause](), self.weight_causes
         if self.weight_causes or worst > self.runs.bound:
             probe = outputs[errors.index(worst)][0]
-            mine, right = same(probe), reference(probe)
-            by_weights = worst_relative_error(mine, right)
-            if worst <= MOST_ROUNDED or by_weights > rounding:
-                rounding = self.runs.explained(reference, probe, torch.float32)  # as of folded weights
+            by_weights = worst_relative_error(same(probe), reference(probe)) if same is not reference else 0.0
+            if worst <= MOST_ROUNDED or by_weights > rounding:  # as of folded weights
+                rounding = self.runs.explained(reference, ids, torch.float32)
+                if probe is not ids and min(worst, by_weights or worst) <= FAR * rounding:
+                    rounding = self.runs.explained(reference, probe, torch.float32)
             unread = [cause for cause in self.weight_causes if blank or _is_unread(cause, own, self.state)]
-            if own.placed and (by_weights <= rounding or (ends := _ends(mine, right, rounding))):
+            if own.placed and (by_weights <= rounding or (ends := _ends(same(probe), reference(probe), rounding))):
                 if departures := [place for cause in self.weight_causes if cause not in unread for place in cause.places]:
                     words = f"differ from the checkpoint's ({listed(departures, self.config.n_layer)}), and compute the same"
                     self.notes.append(f"your weights {words}, as folded norms do")
@@ -374,8 +376,7 @@ def _is_unread(cause: Cause, own: Own, state: Mapping[str, Tensor]) -> bool:
 
 def _ends(mine: Tensor, right: Tensor, bound: float) -> list[Cause]:
     """Return what the port's weights do to right logits (B, T, V), if a known step gives ``mine``."""
-    found = ((fault, formula(right)) for fault, formula in LAST_STEPS)
-    ends = ((fault, max_abs(end, right)) for fault, end in found if worst_relative_error(end, mine) <= bound)
+    ends = ((one, max_abs(end, right)) for one, make in LAST_STEPS if worst_relative_error(end := make(right), mine) <= bound)
     same = worst_relative_error(mine.softmax(-1), right.softmax(-1)) <= bound
     evidence = f"with your weights our model gives that, to {bound:.0e}{'; the softmax of it is right' if same else ''}"
     return [replace(one, evidence=evidence, effect=moved) for one, moved in islice(ends, 1)]

@@ -157,6 +157,6 @@ def effect_of_weights(model: Model, tensors: State) -> float | None:
 def _moved(model: Model, other: Model, program: Program) -> float | None:
     moved = math.nan
     with misfit():
-        right = model.always("logits", lambda: model.trace(Program())["logits"])
-        moved = max_abs(other.trace(program)["logits"], right)
+        right = model.always("logits", lambda: model.trace(Program(), every=False)["logits"])
+        moved = max_abs(other.trace(program, every=False)["logits"], right)
     return moved if math.isfinite(moved) else None

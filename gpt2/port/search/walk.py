@@ -127,7 +127,7 @@ class Search:
         program, model = Candidate(tuple(self.blamed.sites), order).program or Program(), self.model.on_ids(ids)
         model.budget, made = Budget(), torch.empty(0)
         with misfit():  # of another length, if it is read in calls
-            made = made if self.blamed.faults else model.trace(program)["logits"]
+            made = made if self.blamed.faults else model.trace(program, every=False)["logits"]
         return made if made.shape[:2] == ids.shape else None
 
     def _first(self, lost: str | None) -> Divergence | None:

@@ -52,11 +52,11 @@ def measured(reference: GPT2, ids: Tensor, exact: dict[str, Tensor], dtype: torc
         explained = explained_errors(reference, ids, dtype, exact)
         return {point: SLACK * max(error, least) for point, error in explained.items()}
 
-    model = rounded_weights(reference, dtype)
+    model, last = rounded_weights(reference, dtype), exact[point_at(len(reference.h) - 1, "")]
     for layer, block in enumerate(model.h):  # from here on, each block takes the exact stream
         stream = exact["embed" if layer == 0 else point_at(layer - 1, "")].to(dtype).double()
         block.register_forward_pre_hook(lambda _, args, stream=stream: (stream, *args[1:]))
-    model.ln_f.register_forward_pre_hook(lambda *_: exact[point_at(len(model.h) - 1, "")].to(dtype).double())
+    model.ln_f.register_forward_pre_hook(lambda *_: last.to(dtype).double())  # a hook that holds the model would keep it
     with rounding_noise(dtype, seed=1):
         alone = trace(model, ids)
     stages: dict[str, float] = {}
