@@ -325,8 +325,9 @@ class Graph:
         operands = [self._operand(*factor) for factor in (a, b)]
         shape = tuple(operands[0].shape[:-1])
         known = [operand for operand in operands if any(self.dependence(operand))]
-        if len(known) < 2:  # one factor is a constant
-            return self.add(NodeKind.OTHER, op, shape, *known)
+        if len(known) < 2:  # one factor is a constant; one number at all places makes it a sum
+            constant, _ = a if any(self.dependence(operands[1])) else b
+            return self.add(NodeKind.REDUCTION if len(constant.unique()) == 1 else NodeKind.OTHER, op, shape, *known)
         return self.add(NodeKind.CONTRACTION, op, shape, *operands)
 
     def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:

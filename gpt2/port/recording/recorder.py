@@ -87,6 +87,7 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
         return None
     if (node := graph.owner(ids)) is None:  # of tensors that were stacked, and not of the units of a token that were joined
         slices = ids.unbind(dims[0]) if isinstance(dims, list) and len(dims) == 1 and shape.numel() > graph.count else ()
+        slices = tuple(one for one in slices if bool((one != NO_ID).any()))  # without constants, as zeros
         owners = {id(graph.owner(one)) for one in slices if graph.owner(one) or graph.is_source(one)}
         return graph.elementwise("add", shape, *(one.view(shape) for one in slices)) if len(owners) == len(slices) > 0 else None
     longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
