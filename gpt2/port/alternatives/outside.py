@@ -29,6 +29,7 @@ LAST_STEPS: tuple[tuple[Cause, Function], ...] = tuple(
         ("logits-softmaxed", "the exponential of each logit is given", torch.exp),
         ("logits-softmaxed", "each logit goes through a sigmoid", torch.sigmoid),
         ("logits-scaled", "each logit goes through a tanh", torch.tanh),
+        *(("logits-scaled", f"logits are capped: {n} * tanh(logits / {n})", lambda x, n=n: n * (x / n).tanh()) for n in (15, 30)),
         ("logits-scaled", "each logit goes through a ReLU", torch.relu),
     )
 )
