@@ -108,7 +108,7 @@ class Blocks:
     def shown_behind(self, layer: int, x: Tensor, own: Sequence[Alternative] = ()) -> bool:
         """Return whether what follows block ``layer`` shows its result ``x``: the next block's first nodes, or the logits.
 
-        Perhaps with the faults of this block (``own``), or of an earlier one. -1 for the embeddings.
+        Perhaps with the faults of this block (``own``), or of an earlier one. -1 for the embeddings. What is known shows nothing.
         """
         following = layer + 1 if layer + 1 < self.layers else None
         wanted = FIRST if following is not None else ("ln_f",)
@@ -121,7 +121,8 @@ class Blocks:
                 state[node] = computed(site, state, node, edits)
                 if torch.equal(state[node], x) or (node in wanted[:1] and site.full(node) in alike):
                     continue  # it is found in any case
-                if self.observation.find(node, state[node], fault=node in edits) is not None:
+                seen = self.observation.find(node, state[node], fault=node in edits)
+                if seen is not None and not self.observation.used.issuperset(seen.entries):
                     return True
             if "ln_f" in state and self.observation.are_logits(state["ln_f"], self.model.table):
                 return True
