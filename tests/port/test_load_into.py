@@ -442,8 +442,7 @@ def test_the_table_and_the_json() -> None:
 
 def test_a_name_is_as_good_as_a_model() -> None:
     """A model may be given by name; the default is the embedded checkpoint."""
-    config = gpt2.load("shakespeare-mini").config
-    module = PORTS["nano"].build(config)
+    module = PORTS["nano"].build(gpt2.load("shakespeare-mini").config)
     report = load_into(module)
     assert (report.ok, report.checkpoint, report.module) == (True, "shakespeare-mini", type(module).__name__)
     with pytest.raises(InputError, match="no-such-model"):

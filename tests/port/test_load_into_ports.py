@@ -82,8 +82,7 @@ def test_missing_places_are_reported(name, checkpoints):
     port.fill(by_hand, gpt2.load(str(checkpoints["tiny"]), dtype="float64").state_dict())
     assert differing(port, module, by_hand) == []
     assert not report.ok
-    lacking = {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
-    assert set(report.unused) == lacking
+    assert set(report.unused) == {family.format(layer) for family in port.lacks for layer in range(config.n_layer)}
     assert any("is the only difference from the checkpoint: without that, logits agree" in one for one in report.notes), report
 
 

@@ -156,8 +156,7 @@ class Anatomy:
             for kind, ids in (("weight", norm.scale), ("bias", norm.shift)):
                 if ids is not None:
                     self.parts.append(vector(f"{part}.{kind}", layer, ids, norm.places))
-        nodes = {norm.at for *_, norm in placed}
-        self.extra_norms = [norm for norm in in_order if norm.at not in nodes]
+        self.extra_norms = [norm for norm in in_order if norm.at not in {norm.at for *_, norm in placed}]
 
 
 def _outer_sums(node: Node, results: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:

@@ -71,8 +71,7 @@ def describe(entries: Tensor, mapping: WeightMap) -> tuple[tuple[str, ...], str]
     spans = [slice(0, size) for size in shape]
     if numbers.numel() < math.prod(shape):
         spans = [slice(int(place.amin()), int(place.amax()) + 1) for place in unravelled(numbers, shape)]
-    kinds = ("rows", "columns") if len(shape) == 2 else ("entries",)
-    some = zip(kinds, spans, shape, strict=True)
+    some = zip(("rows", "columns") if len(shape) == 2 else ("entries",), spans, shape, strict=True)
     words = [f"{kind} {span.start}:{span.stop}" for kind, span, size in some if span != slice(0, size)]
     box = torch.arange(math.prod(shape), dtype=numbers.dtype).view(shape)[tuple(spans)]
     if not torch.equal(numbers.flatten(), box.flatten()):

@@ -33,8 +33,7 @@ def probes(config: GPT2Config, anatomy: Anatomy | None = None, rows: int = 2, wo
     length, vocabulary, context = 1, config.vocab_size, config.n_positions
     if anatomy is not None:
         length = anatomy.recording.ids.size(1)  # it may take no shorter text
-        head = [] if anatomy.head is None else [len(anatomy.head)]
-        vocabulary = min(vocabulary, anatomy.stream.vocabulary, *head)
+        vocabulary = min(vocabulary, anatomy.stream.vocabulary, *[] if anatomy.head is None else [len(anatomy.head)])
         context = min(context, len(anatomy.positions.rows) if anatomy.positions else context)
     lengths = [min(each, context) for each in LENGTHS] if length <= min(LENGTHS[0], context) else [length]
     longest = min(context, int(work / config.num_parameters()))

@@ -193,8 +193,7 @@ class Remarks:
         elif whole:
             self.unfilled[source.name] = self._why(source)
         elif positions is not None and self.anatomy.recording.name(int(positions.ids[0])) == source.name:
-            most = self.mapping.config.n_positions
-            words = f"{source.name} has more rows than the checkpoint's {most:,} positions fill"
+            words = f"{source.name} has more rows than the checkpoint's {self.mapping.config.n_positions:,} positions fill"
             self.notes.append(f"{words}: the rest is left as it is")
         else:
             self.unfilled[source.name] = f"in part ({words})"

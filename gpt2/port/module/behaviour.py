@@ -144,8 +144,7 @@ class Behaviour:
         """Locate the dropouts: compare their inputs with the traced values, while all dropouts are the identity."""
         _, mode = self.runs.call(ids, False)
         traced = trace(self.expected.model, ids.cpu())
-        heads = [(point, head) for point, value in traced.items() if value.ndim == 4 for head in value.unbind(1)]
-        named = [*traced.items(), *heads]
+        named = [*traced.items(), *((point, head) for point, x in traced.items() if x.ndim == 4 for head in x.unbind(1))]
         pool = Pool()
         for name, value in named:
             pool.add(value, name)
@@ -362,8 +361,7 @@ def in_later_calls(model: Model, pieces: Sequence[int]) -> Iterator[tuple[str, T
         def embed(c: Site, s: State, rows: PositionRows = rows) -> Tensor:
             return embedding(c, rows(c.begin, c.end).clamp(0, room))
 
-        edits = {"attn.weights": seeing(mask), "embed": embed}
-        whole = scheduled(Alternative("", "", edits), Schedule("", calls, Which.LATER))
+        whole = scheduled(Alternative("", "", {"attn.weights": seeing(mask), "embed": embed}), Schedule("", calls, Which.LATER))
         sites = tuple((whole, layer) for layer in range(model.config.n_layer))
         program = Candidate((*sites, (whole, None))).program
         if program is not None:
