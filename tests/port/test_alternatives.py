@@ -147,8 +147,7 @@ def test_every_file_adds_to_the_table_and_every_cause_is_known() -> None:
     every = {make for file in files for make in vars(file).values() if isfunction(make)}
     yielding = {make for make in every if make.__annotations__ == {"model": Model, "return": Iterator[Alternative]}}
     assert yielding == {*FAMILIES, standing}
-    ids_of = {id for one in alternatives() for id, _ in ((one.id, ""), *one.also)}
-    assert ids_of <= CAUSES.keys()
+    assert {id for one in alternatives() for id, _ in ((one.id, ""), *one.also)} <= CAUSES.keys()
     labels = [one.label for make in FAMILIES for one in make(Model(model().state_dict(), CONFIG, ids()))]
     assert len(labels) == len(set(labels)), "two alternatives of one label, of which one is never tried"
 
@@ -168,8 +167,7 @@ def test_each_alternative_shows_and_is_finite(every: int) -> None:
                 break
         else:
             silent.add(one.label)
-    unexplained = {label for label in silent if not any(part in label for part in SILENT)}
-    assert not unexplained
+    assert not {label for label in silent if not any(part in label for part in SILENT)}
     assert not endless
 
 

@@ -66,8 +66,7 @@ class Port(nn.Module):
         return scores / math.sqrt(self.config.head_dim)
 
     def do_soft(self, scores: Tensor, n: int) -> Tensor:
-        past = torch.ones(scores.shape[-2:], dtype=torch.bool).tril()
-        return scores.masked_fill(~past, -math.inf).softmax(-1)
+        return scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -math.inf).softmax(-1)
 
     def do_split(self, y: Tensor, n: int) -> Tensor:
         return y.view(*y.shape[:2], self.config.n_head, -1).transpose(1, 2)
