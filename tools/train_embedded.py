@@ -18,7 +18,7 @@ import torch
 import gpt2
 from gpt2.checkpoint.saving import sha256
 from gpt2.data import shakespeare
-from gpt2.measure.metrics import language_score
+from gpt2.measure.metrics import language_scores
 from gpt2.measure.windows import Windows
 from gpt2.train.lines import show
 from gpt2.train.loop import train
@@ -89,7 +89,7 @@ def write_card(recipe, step: int) -> dict[str, float | int | str]:
     model, tokenizer = gpt2.load(str(TARGET)), gpt2.load_tokenizer(str(TARGET))
     training, held_out = shakespeare.training_text(), shakespeare.held_out_text()
     lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
-    score = language_score(model, torch.tensor(tokenizer.encode(held_out)), lengths, Windows(recipe.context))
+    score = language_scores(model, torch.tensor(tokenizer.encode(held_out)), lengths, Windows(recipe.context))[0]
     tokens = len(tokenizer.encode(training))
     sample = gpt2.generate(model, tokenizer.encode("ROMEO:"), 120, temperature=0.8, seed=1)
     values = {

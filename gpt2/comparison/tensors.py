@@ -9,7 +9,6 @@ import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -246,10 +245,8 @@ class Activations:
 
 def compare_activations(a: Blocks, b: Blocks, ids: Tensor, threshold: float, progress: Progress = silent) -> Activations:
     """Compare two models of one shape, given by the functions that trace them, over (1, T) ``ids``, block by block."""
-    points, nothing = [], Recorded()
-    for block_a, block_b in zip_longest(a(ids), b(ids), fillvalue=nothing):
-        if not (block_a and block_b):
-            raise InputError("activations: one model has more blocks than the other; compare two with the same number of layers")
+    points = []
+    for block_a, block_b in zip(a(ids), b(ids), strict=True):
         progress(f"activations: {next(reversed(block_a))}")
         points += [_change(name, block_a[name], block_b[name]) for name in block_a if name in block_b]
     return Activations(ids.numel(), threshold, tuple(points))

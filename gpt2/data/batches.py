@@ -77,14 +77,10 @@ def batch(
     draw the same ``size`` starts and take their own slice, so the global batch does not depend on ``ranks``. Where the ``marks``
     (of each id, uint8) are not SCORED, the target is :data:`UNSCORED`.
 
-    Raises ValueError: fewer than ``context + 1`` ids, a ``size`` that ``ranks`` does not divide, or a ``rank`` out of range.
+    Raises ValueError: fewer than ``context + 1`` ids. ``ranks`` divide ``size``, as :meth:`gpt2.train.parallel.Ranks.part` asks.
     """
     if len(ids) < context + 1:
         raise ValueError(f"{len(ids)} tokens hold no window of {context} and its next token")
-    if size % ranks:
-        raise ValueError(f"a batch of {size} does not divide among {ranks} ranks")
-    if not 0 <= rank < ranks:
-        raise ValueError(f"rank {rank} is not in 0 .. {ranks - 1}")
     require_memory(24 * size * (context + 1), f"{size:,} windows of {context:,} tokens", "lower batch_size or context")
     if stride:
         windows = (len(ids) - context - 1) // stride + 1

@@ -36,16 +36,11 @@ class Environment:
 
 def environment(dtypes: Iterable[torch.dtype], device: torch.device | str = "cpu") -> Environment:
     """Return this process's environment; ``dtypes`` are the models', in order, and ``device`` is where they ran."""
-    versions = {"gpt2-toolkit": __version__, "python": platform.python_version(), **_packages()}
+    versions = {"gpt2-toolkit": __version__, "python": platform.python_version(), **{name: version(name) for name in PACKAGES}}
     dtype = " and ".join(dict.fromkeys(dtype_label(dtype) for dtype in dtypes))
     machine = f"{platform.machine()}, {os.cpu_count()} cores"
     kernels = torch.backends.cpu.get_cpu_capability(), blas()
     return Environment(versions, dtype, str(device), torch.get_num_threads(), machine, processor(), *kernels, rounding_settings())
-
-
-@cache
-def _packages() -> dict[str, str]:
-    return {name: version(name) for name in PACKAGES}
 
 
 @cache

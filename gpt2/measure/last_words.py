@@ -56,10 +56,8 @@ def score_last_words(
 ) -> LastWord:
     """Return accuracy and perplexity of each passage's last word, the text after its last space; ``context`` is in tokens.
 
-    Raises InputError: no passages, a single word without an end-of-text token to predict it from, or a word beyond the context.
+    Raises InputError: a single word without an end-of-text token to predict it from, or a word beyond the context.
     """
-    if not passages:
-        raise InputError("there are no passages to score the last words of; give at least one")
     pairs = [_encode(tokenizer, passage, i, context) for i, passage in enumerate(passages)]
     what = "last words", "passages"
     return score_pairs(model, pairs, Bootstrap(len(pairs), seed), what, context=context, progress=progress)
@@ -86,8 +84,6 @@ def scored(losses: Tensor, right: Tensor, bootstrap: Bootstrap, context: int) ->
 
 
 def last_words_change(a: LastWord, b: LastWord, *, seed: int = 0, bootstrap: Bootstrap | None = None) -> LastWordChange:
-    if a.n != b.n:
-        raise InputError(f"one model was scored on {a.n} passages, the other on {b.n}; score both on the same passages")
     bootstrap = bootstrap or Bootstrap(a.n, seed)
     gained = torch.tensor(b.right).double() - torch.tensor(a.right).double()
     lost = torch.tensor(b.losses, dtype=torch.float64) - torch.tensor(a.losses, dtype=torch.float64)

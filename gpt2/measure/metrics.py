@@ -147,18 +147,13 @@ class LanguageScore:
         return self.loss * self.tokens / (math.log(2) * self.bytes) if self.bytes else math.nan
 
 
-def language_score(model: GPT2 | Logits, ids: Tensor, token_bytes: Tensor, windows: Windows, **how: int | None) -> LanguageScore:
-    """Return the score of all tokens; arguments as in :func:`language_scores`."""
-    return language_scores(model, ids, token_bytes, windows, (None,), **how)[0]
-
-
 @torch.inference_mode()
 def language_scores(
     model: GPT2 | Logits,
     ids: Tensor,
     token_bytes: Tensor,
     windows: Windows,
-    parts: Sequence[Tensor | None],
+    parts: Sequence[Tensor | None] = (None,),
     *,
     batch_size: int | None = 16,
 ) -> list[LanguageScore]:

@@ -6,7 +6,7 @@ Random numbers of step ``n`` depend only on the seed and ``n``, so a resumed run
 import math
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -120,7 +120,9 @@ class _Run:
         every = "every process writes its part of a checkpoint" if self.by_all else ""
         self.notes = tuple(filter(None, (*started.notes, *self.text.notes, *ranks.notes(), every)))
         leads = ranks.rank == 0
-        self.metrics = ranks.together(lambda: stack.enter_context(Metrics(folder, self.resumed, recipe)) if leads else None)
+        self.metrics = ranks.together(
+            lambda: stack.enter_context(closing(Metrics(folder, self.resumed, recipe))) if leads else None
+        )
 
     def announce(self) -> None:
         recipe, text = self.recipe, self.text

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from gpt2.checkpoint.saving import write_file
 from gpt2.config import GPT2Config
@@ -115,10 +115,7 @@ class Metrics:
             self.file = open(path, "a", buffering=1)  # noqa: SIM115 - open as long as the run
         self.rows = [row_of(line) for line in kept]
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *raised: object) -> None:
+    def close(self) -> None:
         with suppress(OSError):  # a line that a full disk did not take: the write has reported it
             self.file.close()
         for board in self.boards:

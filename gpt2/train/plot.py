@@ -6,20 +6,21 @@ Training loss is thin, held-out loss bold, the best step marked.
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from statistics import fmean
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from gpt2.config import number
 from gpt2.data.files import write_output
 from gpt2.errors import InputError, user_path
 from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, matplotlib_of_our_own
-from gpt2.train.runs import METRICS, Points, Run, read
+from gpt2.train.runs import METRICS, Run, read
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 FORMATS = (".png", ".svg")
-SMOOTHED_POINTS = 40  # points of the averaged training curve; single points are drawn pale
+SMOOTHED_POINTS = 40  # of the averaged training curve, means of equal groups of neighbours; single points are drawn pale
 
 
 def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
@@ -58,21 +59,15 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
 def _draw_losses(axes: "Axes", run: Run) -> None:
     if train := run.points("loss"):
         axes.plot(*zip(*train, strict=True), color=run.colour, lw=0.6, alpha=0.25)
+        width = max(1, len(train) // SMOOTHED_POINTS)
+        means = np.array([np.mean(train[at : at + width], axis=0) for at in range(0, len(train), width)])
         one = "." if len(train) == 1 else None  # a line of one point is not seen
-        axes.plot(*_smoothed(train), marker=one, color=run.colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{run.name}, training")
+        axes.plot(*means.T, marker=one, color=run.colour, lw=1.0, ls=(0, (3, 1.5)), label=f"{run.name}, training")
     if run.best:
         step, loss = run.best
         held_out = f"{run.name}, held out: best {loss:.4f} at step {step:,}"
         axes.plot(*zip(*run.points("val_loss"), strict=True), color=run.colour, lw=1.8, label=held_out)
         axes.plot([step], [loss], "o", color=run.colour, ms=5, mec="white", mew=1, zorder=5)
-
-
-def _smoothed(points: Points) -> tuple[list[float], list[float]]:
-    """Return the mean steps and mean losses of equal groups of neighbouring points."""
-    width = max(1, len(points) // SMOOTHED_POINTS)
-    groups = [zip(*points[at : at + width], strict=True) for at in range(0, len(points), width)]
-    steps, losses = zip(*((fmean(steps), fmean(losses)) for steps, losses in groups), strict=True)
-    return list(steps), list(losses)
 
 
 def _finish(axes: "Axes", title: str, unit: str) -> None:

@@ -17,8 +17,6 @@ METRICS, RECIPE = "metrics.jsonl", "recipe.json"
 COLOURS = ("#0b6e99", "#c2410c", "#4d7c0f", "#7e22ce", "#a16207", "#be185d", "#0f766e", "#57534e")  # distinct in grey too
 MARGIN = 0.02  # nats per token that the held-out loss may rise
 
-Points = tuple[tuple[int, float], ...]  # step, value
-
 
 @dataclass(frozen=True)
 class Run:
@@ -29,7 +27,7 @@ class Run:
     recipe: dict[str, Any]
     rows: list[dict[str, Any]]
 
-    def points(self, key: str) -> Points:
+    def points(self, key: str) -> tuple[tuple[int, float], ...]:
         """Return (step, value) of the finite values under ``key``."""
         found = ((row["step"], number(row.get(key), float)) for row in self.rows)
         return tuple((step, value) for step, value in found if value is not None)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gpt2.comparison.distributions import Bootstrap, summarise
 from gpt2.measure import per_token
-from gpt2.measure.metrics import language_score
+from gpt2.measure.metrics import language_scores
 from gpt2.measure.per_token import Tokens, measure_pair
 from gpt2.measure.windows import Windows
 
@@ -276,8 +276,8 @@ def test_every_token_once_with_the_context_it_had(length, context, stride):
         assert got.index.tolist() == list(range(1, length))
         assert torch.equal(got.targets, ids[1:])
         assert (got.windows.context, got.windows.step, len(got)) == (context, stride or context, length - 1)
-        for model, own in ((a, got.logp_a), (b, got.logp_b)):  # the protocol is that of language_score
-            score = language_score(model, ids, torch.full((13,), 2), Windows(context, stride), batch_size=size)
+        for model, own in ((a, got.logp_a), (b, got.logp_b)):  # the protocol is that of language_scores
+            score = language_scores(model, ids, torch.full((13,), 2), Windows(context, stride), batch_size=size)[0]
             assert score.loss == pytest.approx(-own.mean().item(), rel=1e-12)
             assert (score.tokens, score.bytes, score.stride) == (length - 1, 2 * (length - 1), stride or context)
 
@@ -293,7 +293,7 @@ def test_tokens_that_a_protocol_leaves_out_are_left_out_of_everything(context, s
     assert got.position.tolist() == [place + 1 - window.start for place, window in places.items()]
     assert torch.equal(got.targets, ids[got.index])
     assert (len(got) < 29) == (stride == 8)
-    score = language_score(a, ids, lengths, windows)
+    score = language_scores(a, ids, lengths, windows)[0]
     assert asdict(summarise(got, lengths).a.score) == pytest.approx(asdict(score), rel=1e-12)
 
 
@@ -333,7 +333,7 @@ def test_only_one_batch_of_logits_of_each_model_is_alive():
     measure_pair(model, model, text(20, 100), Windows(5), batch_size=2)
     assert len(alive) == 2 * 10
     alive.clear()
-    language_score(model, text(20, 100), torch.ones(20), Windows(5), batch_size=2)
+    language_scores(model, text(20, 100), torch.ones(20), Windows(5), batch_size=2)[0]
     assert len(alive) == 10
 
 

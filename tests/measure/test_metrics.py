@@ -14,7 +14,7 @@ from gpt2.measure.metrics import (
     LanguageScore,
     differing_bits,
     entropy,
-    language_score,
+    language_scores,
     log_probabilities,
     max_abs,
     relative_error,
@@ -164,7 +164,7 @@ def test_bits_per_byte_of_characters_and_bpe_compare():
     for tokenizer in (chars_of(TEXT), train_bpe(TEXT, 300)):
         tokens = torch.tensor(tokenizer.encode(TEXT))
         lengths = torch.tensor([len(tokenizer.token_bytes(i)) for i in range(tokenizer.n_vocab)])
-        score = language_score(uniform(tokenizer.n_vocab), tokens, lengths, Windows(8))
+        score = language_scores(uniform(tokenizer.n_vocab), tokens, lengths, Windows(8))[0]
         first = len(tokenizer.token_bytes(int(tokens[0])))
         assert score.bytes == len(TEXT.encode()) - first  # not characters: the dash alone has three
         whole = math.log2(tokenizer.n_vocab) * (len(tokens) - 1)
@@ -174,14 +174,14 @@ def test_bits_per_byte_of_characters_and_bpe_compare():
 
 def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
     model = uneven_model(13)
-    expected = language_score(model, ids, torch.ones(13).long(), Windows(8)).loss
+    expected = language_scores(model, ids, torch.ones(13).long(), Windows(8))[0].loss
     for block in model.h:
         block.mlp.resid_dropout.p = 0.5
     model.train()
-    assert language_score(model, ids, torch.ones(13).long(), Windows(8)).loss == expected
+    assert language_scores(model, ids, torch.ones(13).long(), Windows(8))[0].loss == expected
     assert model.training
     with pytest.raises(IndexError):
-        language_score(model, ids + 13, torch.ones(13).long(), Windows(8))
+        language_scores(model, ids + 13, torch.ones(13).long(), Windows(8))[0]
     assert model.training
     assert all(module.training for module in model.modules())
 
@@ -198,10 +198,10 @@ def test_dropout_is_off_while_scoring_and_the_mode_is_put_back(ids):
 def test_protocols_that_skip_tokens_are_refused(ids, length, context, stride, says):
     """With a stride larger than the context, losses were read from the wrong end of a window."""
     with pytest.raises(InputError, match=says):
-        language_score(uneven_model(13), ids[:length], torch.ones(13).long(), Windows(context, stride))
+        language_scores(uneven_model(13), ids[:length], torch.ones(13).long(), Windows(context, stride))[0]
     if context == 0:
         with pytest.raises(InputError, match="context 0: a token is predicted from at least 1"):
-            language_score(lambda inputs: uneven_model(13)(inputs), ids, torch.ones(13).long(), Windows(0))
+            language_scores(lambda inputs: uneven_model(13)(inputs), ids, torch.ones(13).long(), Windows(0))[0]
 
 
 def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():

@@ -17,7 +17,7 @@ from support.training import metrics, one_step, outcome, stop_at
 from gpt2.checkpoint.checkpoint import open_path
 from gpt2.config import GPT2Config
 from gpt2.data import from_directory
-from gpt2.measure.metrics import language_score
+from gpt2.measure.metrics import language_scores
 from gpt2.measure.windows import Windows
 from gpt2.model import GPT2
 from gpt2.optim import adamw, learning_rate
@@ -125,7 +125,7 @@ def test_events_and_metrics_report_the_same_run(recipe, tmp_path):
     # The best model has the score in the metrics: it is neither the last one nor one from before the step.
     model, tokenizer = open_path(tmp_path / "run" / "best").load(), from_directory(tmp_path / "run" / "best")
     ids, lengths = torch.tensor(corpus(recipe).val_ids).long(), torch.ones(tokenizer.n_vocab, dtype=torch.long)
-    score = language_score(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)
+    score = language_scores(model, ids, lengths, Windows(recipe.context), batch_size=recipe.batch_size)[0]
     assert score.loss == result.best_loss < evaluated[0].val.loss
 
 

@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import sys
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -269,7 +270,7 @@ def test_a_line_torn_by_the_kill_is_cut_off(run, torn):
     before = (run / "metrics.jsonl").read_text()
     with open(run / "metrics.jsonl", "a") as file:
         file.write('{"step": 11, "loss": 9.9}\n' + torn)
-    with Metrics(run, state.Progress(10), Recipe()) as metrics:
+    with closing(Metrics(run, state.Progress(10), Recipe())) as metrics:
         metrics.write(step=11, loss=1.0)
     assert (run / "metrics.jsonl").read_text() == before + '{"step": 11, "loss": 1.0}\n'
 

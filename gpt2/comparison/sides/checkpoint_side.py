@@ -5,7 +5,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib.metadata import version
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +22,7 @@ from gpt2.measure.placement import placed
 from gpt2.measure.tracing import Recorded, trace_blocks
 from gpt2.model import GPT2
 from gpt2.parity import reference
+from gpt2.parity.checks import hidden_of
 
 HF_PREFIX = "hf/"  # prefix of a name: transformers' implementation of the checkpoint
 
@@ -89,10 +89,7 @@ class CheckpointSide(Side):
 
     def class_scores(self, ids: Tensor) -> Tensor:
         """Return the score of each class of ``classifier`` for a text of (1, T) ``ids``."""
-        trunk: Any = self.gpt2 or self.program.transformer
-        ids = ids.to(trunk.wte.weight.device)
-        hidden: Tensor = trunk.hidden(ids) if self.gpt2 else trunk(ids).last_hidden_state
-        return self.classifier.scores(hidden[0, -1].cpu())
+        return self.classifier.scores(hidden_of(self.program, ids.to(self.device))[0, -1].cpu())
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.program, ids)
