@@ -39,19 +39,14 @@ def official_name(name: str) -> str | None:
 
 def official_files(hashes: Mapping[str, str], name: str = "") -> Official:
     """Compare a checkpoint's files (name -> sha256) with the official ones of ``name``, else of the model that they match."""
-    by_content = [*_holding(hashes, WEIGHTS), *_holding(hashes, ("config.json",))]
-    model = official_name(name) or next(iter(by_content), None)
+    there, kinds = set(hashes.values()), (WEIGHTS, ("config.json",))  # under any name, weights before the config
+    alike = (model for kind in kinds for model, known in OFFICIAL_FILES.items() if there & {known.get(file) for file in kind})
+    model = official_name(name) or next(alike, None)
     known = OFFICIAL_FILES[model] if model else {}
     same = tuple(name for name, digest in hashes.items() if known.get(name) == digest)
     different = tuple(name for name, digest in hashes.items() if known.get(name, digest) != digest)
     weights = tuple(name for name, digest in hashes.items() if digest in [known.get(each) for each in WEIGHTS])
     return Official(model, weights, same, different)
-
-
-def _holding(hashes: Mapping[str, str], files: tuple[str, ...]) -> list[str]:
-    """Return the models that have one of their ``files`` among the hashes, under any name."""
-    there = set(hashes.values())
-    return [model for model, known in OFFICIAL_FILES.items() if there & {known[file] for file in files if file in known}]
 
 
 def other_than_official(repository: str, declared: Mapping[str, str]) -> tuple[str, ...]:

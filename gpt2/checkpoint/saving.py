@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +26,6 @@ from gpt2.model import GPT2
 DTYPE_NAMES = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 FORMAT_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 CARD, MANIFEST = "README.md", "manifest.json"
-PIECE = 1 << 20  # bytes
 ALIGNMENT = 64  # bytes, a cache line: the files can be mapped in place
 
 
@@ -153,14 +152,3 @@ def safetensors_header(tensors: Mapping[str, Tensor], metadata: Mapping[str, str
 def raw_bytes(tensor: Tensor) -> memoryview:
     """Return a tensor's data as bytes, copied only if it is not contiguous on the CPU."""
     return tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def write_pieces(file: IO[bytes], tensor: Tensor) -> int:
-    """Write a tensor's data a megabyte at a time, and return the number of bytes.
-
-    One call for hundreds of megabytes took ten times as long on ext4.
-    """
-    data = raw_bytes(tensor)
-    for start in range(0, len(data), PIECE):
-        file.write(data[start : start + PIECE])
-    return len(data)

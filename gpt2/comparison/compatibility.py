@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gpt2.checkpoint.gguf_writer import TANH_GELU
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
-from gpt2.comparison.sides.side import Shown, Side
+from gpt2.comparison.sides.side import SHOWABLE, Side
 from gpt2.config import GPT2Config
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
@@ -136,7 +136,7 @@ def fit(a: Side, b: Side, ids: Tensor, *, several: bool) -> Compatibility:
     if not vocabularies.comparable:
         why = f"the tokenizers differ in {vocabularies.differing:,} entries"
         tokens = {"activations": why, "distributions": f"{why}; the report has each model's bits per byte instead"}
-    missing = {shown.value: [side for side in (a, b) if shown not in side.shows] for shown in Shown if not several}
+    missing = {part: [side for side in (a, b) if part not in side.shows] for part in SHOWABLE if not several}
     shown = {part: f"{few[0].name} shows only {' and '.join(sorted(few[0].shows))}" for part, few in missing.items() if few}
     rows = () if vocabularies.verdict == "different" else ("vocab_size",)  # those that both have are compared
     if shapes := [field for field, *_ in differing if field in SHAPE and field not in rows]:

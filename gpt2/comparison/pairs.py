@@ -24,7 +24,7 @@ from gpt2.comparison.results import Comparison, Measured
 from gpt2.comparison.settings import Settings
 from gpt2.comparison.sides.checkpoint_side import heads_left_out
 from gpt2.comparison.sides.opening import open_passage, open_side, open_sides
-from gpt2.comparison.sides.side import Read, Shown, Side, environment_of
+from gpt2.comparison.sides.side import Read, Side, environment_of
 from gpt2.comparison.sides.trace_side import require_name, saving
 from gpt2.comparison.tensors import WeightChanges, beyond_rounding, compare_activations, compare_weights, distance, quantisation
 from gpt2.comparison.words import compare_words
@@ -137,7 +137,7 @@ def measure(
     """Load b, and measure it beside a, of which ``logits`` are on the windows of the passage, and ``floors`` by b's dtype."""
     seed, progress, ids, sides = settings.seed, settings.progress, passage.ids, (a, b)
     weights = activations = distributions = words = logp = floor = moved = None
-    stored = all(Shown.WEIGHTS in side.shows for side in sides) and "weights" not in fit.impossible
+    stored = all("weights" in side.shows for side in sides) and "weights" not in fit.impossible
     if stored and not several:  # before b takes memory
         weights = _weights(*sides, progress)
     progress(f"{b.name}: loading")

@@ -24,7 +24,7 @@ from gpt2.comparison.words import Choice
 from gpt2.data import Tokenizer
 from gpt2.errors import InputError
 from gpt2.measure.environment import Environment
-from gpt2.measure.metrics import MAX_JS, entropy, log_probabilities
+from gpt2.measure.metrics import MAX_JS
 from gpt2.measure.per_token import likeliest, measure_rows
 from gpt2.measure.tracing import point_at, root_of, trace_blocks
 from gpt2.pages.rendering import pack_lower, percent, readable, render, short_names, visible
@@ -104,7 +104,6 @@ class Exploration(Printed):
             yield Section(note=(who, " continues with ", *said))
 
     def origin(self, page: str) -> Iterator[Section]:
-        """Yield how to make the page again."""
         command = shlex.join(["gpt2", "explore", *(lens.model.name for lens in self.lenses)])
         rows = [("command", f"{command} --prompt {shlex.quote(self.prompt)} --html {shlex.quote(page)}")]
         for name, lens in zip(self.legend, self.lenses, strict=True):
@@ -254,10 +253,10 @@ def _look(side: CheckpointSide, tokenizer: Tokenizer, ids: list[int]) -> tuple[L
 
 
 def _read(logits: Tensor, ids: list[int], tokenizer: Tokenizer) -> tuple[Reading, ...]:
-    logp = log_probabilities(logits)
+    logp = logits.double().log_softmax(-1)
     top = likeliest(logits, min(TOP, logits.size(-1)))[0]
     chances = logp.gather(1, top).exp().tolist()
-    spread = entropy(logp).tolist()
+    spread = torch.special.entr(logp.exp()).sum(-1).tolist()
     rows = []
     for at, (chosen, probabilities) in enumerate(zip(top.tolist(), chances, strict=True)):
         choices = tuple(Choice(tokenizer.shown(index), p) for index, p in zip(chosen, probabilities, strict=True))

@@ -1,4 +1,4 @@
-"""All metrics: errors between tensors, language scores, entropy. Reductions run in float64."""
+"""All metrics: errors between tensors, language scores. Reductions run in float64."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -202,14 +202,3 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     """Return each target's negative log-likelihood in nats: (B, T, V) and (B, T) to (B, T), in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-
-
-def log_probabilities(logits: Tensor) -> Tensor:
-    """Return natural log-probabilities of logits (..., V), in float64; a logit of -inf is a probability of 0."""
-    return logits.double().log_softmax(-1)
-
-
-def entropy(log_probabilities: Tensor) -> Tensor:
-    """Return each row's Shannon entropy in nats, from log-probabilities (..., V)."""
-    p = log_probabilities.exp()
-    return -torch.where(p == 0, 0, p * log_probabilities).sum(-1)  # twice as fast as torch.special.entr, which takes logarithms

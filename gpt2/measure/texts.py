@@ -69,8 +69,7 @@ OWN_FILE = "--on FILE"
 class Protocol:
     """How a text is scored; ``context`` and ``stride`` are in tokens, by default all that the models take, without overlap."""
 
-    scored: str
-    form: str
+    told: str  # in words, without context and stride, whose defaults depend on the models
     context: int | None = None
     stride: int | None = None
     guide: bool = False
@@ -79,11 +78,6 @@ class Protocol:
         """Return the windows for models with ``n_positions`` positions."""
         context = min(n_positions, self.context or n_positions)
         return Windows(context, min(context, self.stride or context), self.guide)
-
-    @property
-    def description(self) -> str:
-        """The protocol in words, without context and stride, whose defaults depend on the models."""
-        return f"{self.scored}; {self.form}"
 
 
 @dataclass(frozen=True)
@@ -144,14 +138,14 @@ class Text:
         return replace(self, text=kept, ends=marks > 0)
 
 
-RUNNING = Protocol("every token but the first", "the text as it stands")
+RUNNING = Protocol("every token but the first; the text as it stands")
 GUIDE = Protocol(
-    "every token but the first of each window without overlap, as in Hugging Face's perplexity guide",
+    "every token but the first of each window without overlap, as in Hugging Face's perplexity guide; "
     "WikiText-2 raw, its lines joined by blank lines, nothing detokenised (the GPT-2 paper's 29.41 is: another protocol)",
     guide=True,
 )
 LAST_WORD = Protocol(
-    "the last word of each passage, right where each of its tokens is the likeliest, as in lm-evaluation-harness",
+    "the last word of each passage, right where each of its tokens is the likeliest, as in lm-evaluation-harness; "
     "LAMBADA in OpenAI's form (the GPT-2 paper's figures filter stop words: another protocol)",
 )
 Opened = tuple[str, str, tuple[str, ...]]  # source, text, passages

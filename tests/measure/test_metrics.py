@@ -13,9 +13,7 @@ from gpt2.measure.metrics import (
     PART,
     LanguageScore,
     differing_bits,
-    entropy,
     language_scores,
-    log_probabilities,
     max_abs,
     relative_error,
     token_losses,
@@ -209,15 +207,3 @@ def test_a_hopeless_loss_is_an_infinite_perplexity_not_an_error():
     assert LanguageScore(INF, 1, 1, 8, 8).perplexity == INF
     assert math.isnan(LanguageScore(NAN, 1, 1, 8, 8).perplexity)
     assert LanguageScore(math.log(29.41), 1, 1, 8, 8).perplexity == pytest.approx(29.41)
-
-
-def test_entropy_is_that_of_the_definition() -> None:
-    """0 log 0 is 0: a token of probability zero must not make the entropy NaN."""
-    logits = torch.tensor([[0.0, 0, 0, 0], [0, -math.inf, -math.inf, -math.inf], [1.5, 0.5, -2, -math.inf]], dtype=torch.float32)
-    logp = log_probabilities(logits)
-    assert logp.dtype == torch.float64
-    p = torch.softmax(logits[2].double(), -1).tolist()
-    expected = [math.log(4), 0.0, -sum(x * math.log(x) for x in p if x > 0)]
-    assert entropy(logp).tolist() == pytest.approx(expected, rel=1e-14)
-    assert logp[2].exp().sum().item() == pytest.approx(1, abs=1e-15)
-    assert entropy(log_probabilities(torch.full((1, 3), math.nan))).isnan().all()

@@ -59,7 +59,7 @@ def test_the_default_needs_no_network():
     assert text.text == shakespeare.play("twelfth-night") == open_text("plays:play=twelfth-night").text
     assert text.sha256 == hashlib.sha256(text.text.encode()).hexdigest()
     assert (text.protocol.context, text.protocol.stride, text.protocol.guide) == (None, None, False)
-    assert text.protocol.description == "every token but the first; the text as it stands"
+    assert text.protocol.told == "every token but the first; the text as it stands"
     assert "twelfth-night" in shakespeare.HELD_OUT
     assert "twelfth-night" not in read("finetune-shakespeare").data.source
 

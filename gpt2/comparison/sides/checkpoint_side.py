@@ -13,7 +13,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkp
 from gpt2.checkpoint.keys import HEAD
 from gpt2.checkpoint.loading import require_device, require_intact
 from gpt2.checkpoint.names import FLOATS, RUNS, ModelName, dtype_name
-from gpt2.comparison.sides.side import Read, Shown, Side
+from gpt2.comparison.sides.side import SHOWABLE, Read, Side
 from gpt2.damage import require_finite
 from gpt2.data import Tokenizer
 from gpt2.int8 import rounded_parameter
@@ -35,7 +35,7 @@ class CheckpointSide(Side):
     by_transformers: bool  # whether transformers runs it, or our implementation
     checkpoint: Checkpoint
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    shows = frozenset({Shown.WEIGHTS, Shown.ACTIVATIONS, Shown.LOGITS})
+    shows = frozenset(SHOWABLE)
 
     @classmethod
     def open(

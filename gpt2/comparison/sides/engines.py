@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.checkpoint.containers import read_json
-from gpt2.comparison.sides.side import Shown, Side
+from gpt2.comparison.sides.side import Side
 from gpt2.data import Tokenizer, from_directory, holds_tokenizer
 from gpt2.errors import InputError, user_path
 
@@ -36,7 +36,7 @@ class EngineSide(Side):
 
     name: str
     path: Path
-    shows = frozenset({Shown.LOGITS})
+    shows = frozenset({"logits"})
     prefix: ClassVar[str]  # of the name
     package: ClassVar[str]  # on PyPI
     module: ClassVar[str]  # that is imported

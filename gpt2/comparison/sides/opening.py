@@ -94,7 +94,7 @@ def open_passage(sides: Sequence[Side], settings: Settings) -> Passage:
             raise InputError(f"{sides[0].name}: has no tokenizer to read a text with; compare it with a model that has one")
         ids = torch.randint(vocab, (tokens or TOKENS,), generator=torch.Generator().manual_seed(settings.seed))
         return Passage(ids, windows, Scored(name, "", len(ids), windows.context, windows.step, ""))
-    (ids, documents), told = (each[: tokens or None] for each in read(text, tokenizer)), text.protocol.description
+    (ids, documents), told = (each[: tokens or None] for each in read(text, tokenizer)), text.protocol.told
     if len(ids) < 2:
         raise InputError(f"{text.name}: the text is {len(ids)} tokens, too few to predict one from another; give a longer text")
     scored = Scored(text.name, text.sha256, len(ids), windows.context, windows.step, told, text.reading(tokenizer))

@@ -16,7 +16,7 @@ from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
 from gpt2.checkpoint.saving import save
-from gpt2.comparison.sides.side import Shown, Side, T
+from gpt2.comparison.sides.side import Side, T
 from gpt2.damage import look
 from gpt2.errors import InputError
 from gpt2.measure.tracing import Recorded, grouped, part_of, points, trace_by_name
@@ -30,7 +30,7 @@ class PortSide(Side):
 
     name: str
     target: Target
-    shows = frozenset({Shown.LOGITS, Shown.ACTIVATIONS})
+    shows = frozenset({"logits", "activations"})
 
     files = property(lambda self: {self.target.path.name: self.target.path})
     implementation = property(lambda self: f"{self.target.path.name}, torch {version('torch')}")

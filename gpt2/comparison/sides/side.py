@@ -6,7 +6,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
-from enum import StrEnum
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -28,14 +27,7 @@ from gpt2.model import GPT2
 
 T = TypeVar("T")
 Read = Callable[[str], Tensor]  # parameter's name -> its tensor
-
-
-class Shown(StrEnum):
-    """Something that a side can show; a comparison measures what both sides show."""
-
-    WEIGHTS = "weights"
-    ACTIVATIONS = "activations"
-    LOGITS = "logits"
+SHOWABLE = ("weights", "activations", "logits")  # what a side can show; a comparison measures what both sides show
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,7 @@ class Side(ABC):
     """
 
     name: str  # as requested: "hf/gpt2:bf16"
-    shows: frozenset[Shown]
+    shows: frozenset[str]  # of SHOWABLE
     config: GPT2Config | None = None
     dtype: torch.dtype | None = None  # in which it runs, where torch has that dtype
     device: torch.device = torch.device("cpu")

@@ -25,9 +25,9 @@ from torch import Tensor
 
 from gpt2 import __version__
 from gpt2.checkpoint.containers.safetensors_file import SafetensorsFile
-from gpt2.checkpoint.saving import safetensors_header, write_pieces
+from gpt2.checkpoint.saving import raw_bytes, safetensors_header
 from gpt2.comparison.passage import Passage, Scored
-from gpt2.comparison.sides.side import ComparedModel, Shown, Side, environment_of
+from gpt2.comparison.sides.side import ComparedModel, Side, environment_of
 from gpt2.config import GPT2Config
 from gpt2.data.files import written_aside
 from gpt2.errors import CheckpointError, InputError, user_path
@@ -114,7 +114,7 @@ class TraceSide(Side):
         return cls(name, model, rows, passage, traced, config)
 
     vocab_size = property(lambda self: self.rows.size(-1))
-    shows = property(lambda self: frozenset({Shown.LOGITS, *([Shown.ACTIVATIONS] if self.activations else [])}))
+    shows = property(lambda self: frozenset({"logits", *(["activations"] if self.activations else [])}))
 
     def load(self, stack: ExitStack) -> Iterator[tuple[Window, Tensor]]:
         """Return the recording's windows with the logits of their scored tokens, again and again."""
@@ -184,8 +184,8 @@ def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
                 header, _ = safetensors_header({**known, "logits": logits}, {"about": about})
                 file.write(header)
                 for each in known.values():
-                    write_pieces(file, each)
-            write_pieces(file, row[span.first - span.start :])
+                    file.write(raw_bytes(each))
+            file.write(raw_bytes(row[span.first - span.start :]))
         return output
 
     try:
