@@ -19,7 +19,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -90,24 +90,17 @@ def _blocks(ids: np.ndarray) -> list[np.ndarray]:
 
 
 @dataclass(frozen=True)
-class Layout:
-    """The settings of a recipe that decide the token files."""
+class Task:
+    """What decides the token files: the tokenizer, the id behind each document, and settings of a recipe."""
 
+    tokenizer: Tokenizer
+    end: int
     field: str
     prompt: str
     held_out: float
     split_seed: int
     padded: bool
     context: int  # 0 unless padded: packed streams serve every context
-
-
-@dataclass(frozen=True)
-class Task:
-    """What a process needs: the tokenizer, the id behind each document, and the layout."""
-
-    tokenizer: Tokenizer
-    end: int
-    layout: Layout
 
 
 def prepared(
@@ -122,7 +115,7 @@ def prepared(
     if task.tokenizer.n_vocab > 1 << 16:
         raise InputError(f"{path}: token files hold ids below 65,536, and the vocabulary has {task.tokenizer.n_vocab:,}")
     sources = [[str(each), (stat := each.stat()).st_size, stat.st_mtime_ns] for each in paths]
-    made_of = {"sources": sources, "tokenizer": task.tokenizer.fingerprint, "end": task.end, **asdict(task.layout)}
+    made_of = {"sources": sources, **vars(task), "tokenizer": task.tokenizer.fingerprint}
     folder = _folder(path, hashlib.sha256(json.dumps(made_of).encode()).hexdigest()[:12])
     from huggingface_hub.utils import WeakFileLock
 
@@ -140,7 +133,7 @@ def prepared(
         raise InputError(f"{folder}: a tokenizing process was killed, perhaps for memory; the same command goes on") from None
     manifest = json.loads((folder / MANIFEST).read_text())
     arrays = list(read(folder, task.tokenizer.n_vocab, check=check))
-    if task.layout.prompt or task.layout.padded:
+    if task.prompt or task.padded:
         arrays += [mapped(folder / name, "u1") for name in FILES[2:]]
     if check and fingerprint(*arrays) != manifest["fingerprint"]:
         raise InputError(f"{folder}: these are not the token files that {MANIFEST} names; delete the folder, they are made again")
@@ -164,13 +157,13 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
         if all(path.is_file() and path.stat().st_size >= size for path, size in present):
             state = saved
             say(f"{folder}: going on after {state['read']:,} pieces of text")
-    layout, tally, found = task.layout, Counter[str](state["tally"]), Counter[str]()
+    tally, found = Counter[str](state["tally"]), Counter[str]()
     with contextlib.ExitStack() as stack:
         files = [stack.enter_context(open(folder / name, "ab")) for name in FILES]
         for file, size in zip(files, state["sizes"], strict=True):
             file.truncate(size)
             file.seek(size)
-        pieces = _split(documents(paths, layout.field, layout.prompt, tally=found, streamed=True), layout)
+        pieces = _split(documents(paths, task.field, task.prompt, tally=found, streamed=True), task)
         began, total, shown = time.monotonic(), sum(size for _, size, _ in made_of["sources"]), time.monotonic()
         for number, (count, parts, more) in enumerate(_tokenized(islice(pieces, state["read"], None), task), 1):
             for file, part in zip(files, parts, strict=True):
@@ -184,10 +177,10 @@ def _write(folder: Path, paths: Sequence[Path], task: Task, made_of: dict[str, A
                 say(f"tokenizing {total / 1e9:.1f} GB of text: {tally['tokens']:,} tokens after {shown - began:.0f} s")
         ends = np.uint16(task.end).tobytes(), bytes([FILLER])
         for index, file in enumerate(files):
-            if layout.padded:  # the target of the last row's last token
+            if task.padded:  # the target of the last row's last token
                 file.write(ends[index // 2])
             file.flush()
-    _divide(folder, layout, tally)
+    _divide(folder, task, tally)
     for name in FILES:
         with open(folder / name, "r+b") as whole:  # Windows syncs no file that is open for reading
             os.fsync(whole.fileno())
@@ -205,27 +198,27 @@ def _save(folder: Path, files: Sequence[Any], state: dict[str, Any]) -> None:
     write_files(folder, {PROGRESS: json.dumps(state | {"sizes": [file.tell() for file in files]})})
 
 
-def _divide(folder: Path, layout: Layout, tally: Counter[str]) -> None:
+def _divide(folder: Path, task: Task, tally: Counter[str]) -> None:
     """Hold out the last part of a single document, and refuse several that all fell to one side."""
     sizes = [(folder / name).stat().st_size for name in FILES]
     if min(sizes[:2]) > 2:
         return
-    if tally["documents"] != 1 or layout.prompt or layout.padded:
+    if tally["documents"] != 1 or task.prompt or task.padded:
         raise InputError(f"{folder}: all documents are held out, or none is; --set data.split_seed to another number")
     if sizes[1] > sizes[0]:
         os.replace(folder / FILES[1], folder / FILES[0])
     ids = np.memmap(folder / FILES[0], "<u2", "r")
-    cut = int((1 - layout.held_out) * len(ids))
+    cut = int((1 - task.held_out) * len(ids))
     ids[cut:].tofile(folder / FILES[1])
     del ids
     os.truncate(folder / FILES[0], 2 * cut)
 
 
-def _split(found: Iterable[Document], layout: Layout) -> Iterator[Piece]:
+def _split(found: Iterable[Document], task: Task) -> Iterator[Piece]:
     """Yield each document, or piece of one, with its side: the first piece decides."""
     held, continued = False, False
     for document in found:
-        held = held if continued else draw(document, layout.split_seed) < layout.held_out
+        held = held if continued else draw(document, task.split_seed) < task.held_out
         yield document, continued, held
         continued = document.more
 
@@ -276,20 +269,25 @@ def _end_with_parent() -> None:
         os._exit(1)
 
 
+def encoded(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:
+    """Return the ids of a part of a document. Raises InputError, with its place."""
+    try:
+        return tokenizer.encode(text)
+    except InputError as error:
+        raise InputError(f"{document.where}: {error}") from None
+
+
 def _tokenize(group: list[Piece]) -> tuple[list[bytes], Counter[str]]:
-    layout, encode, tally = _task.layout, _task.tokenizer.encode, Counter[str]()
+    task, tally = _task, Counter[str]()
     parts: list[list[bytes]] = [[] for _ in FILES]
     for document, continued, held in group:
-        if continued and layout.padded:  # behind the end of its row
+        if continued and task.padded:  # behind the end of its row
             continue
-        try:
-            prompt, text = encode(document.prompt), encode(document.text)
-        except InputError as error:
-            raise InputError(f"{document.where}: {error}") from None
-        end = None if document.more and not layout.padded else _task.end
-        ids, marks = lay_out(prompt, text, end, layout.context or 1 << 62, padded=layout.padded, tally=tally)
+        prompt, text = (encoded(task.tokenizer, part, document) for part in (document.prompt, document.text))
+        end = None if document.more and not task.padded else task.end
+        ids, marks = lay_out(prompt, text, end, task.context or 1 << 62, padded=task.padded, tally=tally)
         tally["held_out"] += held and end is not None
         parts[held].append(ids.astype("<u2").tobytes())
-        if layout.prompt or layout.padded:
+        if task.prompt or task.padded:
             parts[2 + held].append(marks.tobytes())
     return [b"".join(part) for part in parts], tally

@@ -102,8 +102,8 @@ def _of_large_text(recipe: Recipe, tokenizer: Tokenizer, check: bool) -> Corpus:
     data, notes = recipe.data, list[str]()
     end = _end(tokenizer, notes)
     context = recipe.context if data.padded else 0
-    layout = token_files.Layout(data.field, data.prompt, data.held_out, data.split_seed, data.padded, context)
-    task = token_files.Task(tokenizer, end, layout)
+    how = data.field, data.prompt, data.held_out, data.split_seed, data.padded, context
+    task = token_files.Task(tokenizer, end, *how)
     say = partial(print, file=sys.stderr, flush=True)
     arrays, tally = token_files.prepared(data.path, files(data.path), task, say, check=check)
     many = tally["documents"] > 1
@@ -172,11 +172,11 @@ def _of_documents(recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[D
     for part in parts:
         laid = []
         for each in part:
-            before = _encode(tokenizer, each.prompt, each)
+            before = token_files.encoded(tokenizer, each.prompt, each)
             if classes:
                 own, before = [classes.index(each.text.strip())], before[: recipe.context - 1]
             else:
-                own = _encode(tokenizer, each.text, each)
+                own = token_files.encoded(tokenizer, each.text, each)
             laid.append(lay_out(before, own, end, recipe.context, padded=data.padded, tally=tally))
             if classes:  # the end behind the class is not scored
                 laid[-1][1][len(before) + 1 :] = FILLER
@@ -187,13 +187,6 @@ def _of_documents(recipe: Recipe, tokenizer: Tokenizer | None, found: Sequence[D
     (train, train_marks), (val, val_marks) = streams
     held = tuple(parts[1])
     return Corpus(tokenizer, train, val, "", train_marks, val_marks, tuple(notes), tally=tally, held=held, classes=classes)
-
-
-def _encode(tokenizer: Tokenizer, text: str, document: Document) -> list[int]:
-    try:
-        return tokenizer.encode(text)
-    except InputError as error:
-        raise InputError(f"{document.where}: {error}") from None
 
 
 def _sha256(text: Corpus) -> str:
