@@ -28,9 +28,7 @@ def quiet() -> Iterator[None]:
         import transformers  # noqa: F401 (its import sets the level)
 
     log = logging.getLogger("transformers")
-    if (before := log.level) == logging.ERROR:  # inside another one: each change of a level empties every logger's cache
-        yield
-        return
+    before = log.level
     log.setLevel(logging.ERROR)
     try:
         yield
