@@ -122,7 +122,6 @@ def test_a_single_word_is_predicted_from_end_of_text():
 
 
 def test_what_cannot_be_scored():
-    assert "no passages" in refusal(score_last_words, uneven_model(CHARS.n_vocab, 64), CHARS, [], context=64)
     said = refusal(score_last_words, uneven_model(CHARS.n_vocab, 64), CHARS, ["the question"], context=8)
     assert said == "passage 0: its last word 'question' is 9 tokens, not 1 .. 8; leave this passage out"
 
