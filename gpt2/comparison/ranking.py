@@ -175,4 +175,5 @@ class Comparisons(Printed):
         yield Section(note=dim(f"in {self.seconds:.1f} s, {self.forward_seconds:.1f} s of them forward passes\n"))
 
     def origin(self, page: str) -> Iterator[Section]:
+        """Yield how to make the page again."""
         yield charts.made_with(page, [one.model for one in self.candidates], self.text, self.environment, seed=self.seed)

@@ -163,6 +163,7 @@ class Comparison(Measured, Printed):
         yield Section(note=dim(f"in {self.seconds:.1f} s\n"))
 
     def origin(self, page: str) -> Iterator[Section]:
+        """Yield how to make the page again."""
         more: dict[str, object] = {} if self.activations is None else {"threshold": self.activations.threshold}
         more |= ({} if self.blame is None else {"blame": True}) | ({} if self.cases is None else {"cases": self.cases.file})
         yield charts.made_with(page, [self.a, self.b], self.text, self.environment, seed=self.seed, **more)

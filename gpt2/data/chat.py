@@ -10,15 +10,21 @@ import string
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from gpt2.data.files import read_json
 from gpt2.errors import InputError
 
-if TYPE_CHECKING:  # it has a chat format itself
-    from gpt2.data.tokenizer import Tokenizer
-
 FILE = "chat.json"
+
+
+class Reader(Protocol):
+    """What a tokenizer does for a chat."""
+
+    @property
+    def eot(self) -> int | None: ...
+
+    def encode(self, text: str) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,11 @@ class ChatFormat:
         """Return the content of the file."""
         return json.dumps(asdict(self), ensure_ascii=False) + "\n"
 
-    def question(self, tokenizer: "Tokenizer", question: str) -> list[int]:
+    def question(self, tokenizer: Reader, question: str) -> list[int]:
         """Return the ids after which the model answers; encoded apart from the answer, as in training."""
         return tokenizer.encode(f"{self.before}{question}{self.after}")
 
-    def conversation(self, tokenizer: "Tokenizer", turns: Sequence[tuple[str, list[int]]], question: str, most: int) -> list[int]:
+    def conversation(self, tokenizer: Reader, turns: Sequence[tuple[str, list[int]]], question: str, most: int) -> list[int]:
         """Return the ids of earlier turns (question, ids of the answer) and of a question, at most ``most``.
 
         The oldest turns that do not fit are left out whole; of a question that is too long itself nothing is left out.

@@ -104,6 +104,7 @@ class Exploration(Printed):
             yield Section(note=(who, " continues with ", *said))
 
     def origin(self, page: str) -> Iterator[Section]:
+        """Yield how to make the page again."""
         command = shlex.join(["gpt2", "explore", *(lens.model.name for lens in self.lenses)])
         rows = [("command", f"{command} --prompt {shlex.quote(self.prompt)} --html {shlex.quote(page)}")]
         for name, lens in zip(self.legend, self.lenses, strict=True):
