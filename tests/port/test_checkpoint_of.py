@@ -22,7 +22,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint, model_with
 from gpt2.config import ACTIVATIONS, GPT2Config
 from gpt2.measure.metrics import FLOAT64_BOUND, worst_relative_error
 
-CONFIG = GPT2Config(50, 12, 16, 2, 4, bos_token_id=None, eos_token_id=None)
+CONFIG = GPT2Config(50, 12, 16, 1, 4, bos_token_id=None, eos_token_id=None)
 FLOAT64 = {name for name, port in PORTS.items() if not port.exact}  # in float32 they hold other numbers than the checkpoint's
 NOT = "GPT2: cannot become a GPT-2 checkpoint: "
 POSITIONS = {"heads": 1, "lecture": 1}  # rows of their own beyond the checkpoint's
@@ -195,7 +195,7 @@ def adapted(scale: float) -> nn.Module:
 
 def broken(value: float) -> nn.Module:
     module = GPT2(CONFIG)
-    module.h[1].mlp.c_fc.weight.data[3, 4] = value
+    module.h[0].mlp.c_fc.weight.data[3, 4] = value
     return module
 
 
@@ -226,8 +226,8 @@ class OnlyFloat32(GPT2):
             OnlyFloat32(CONFIG),
             "OnlyFloat32: its forward fails in float64 (TypeError: float32, please (test_checkpoint_of.py, line ",
         ),
-        (broken(torch.inf), f"{NOT}h.1.mlp.c_fc.weight holds a damaged value: h.1.mlp.c_fc.weight[3, 4] is inf, not finite"),
-        (broken(1e38), f"{NOT}h.1.mlp.c_fc.weight holds a damaged value: h.1.mlp.c_fc.weight[3, 4] is 1e+38, too large"),
+        (broken(torch.inf), f"{NOT}h.0.mlp.c_fc.weight holds a damaged value: h.0.mlp.c_fc.weight[3, 4] is inf, not finite"),
+        (broken(1e38), f"{NOT}h.0.mlp.c_fc.weight holds a damaged value: h.0.mlp.c_fc.weight[3, 4] is 1e+38, too large"),
         (adapted(0.1), "GPTModel: cannot become a GPT-2 checkpoint: your module has low-rank adapters (blocks.0."),
     ],
 )

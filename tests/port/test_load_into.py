@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from support import hf_layouts
 from support.checks import mostly_slow
 from support.commands import refusal
-from support.faulty import CONFIG as THREE, TWO as CONFIG, Faulty, write
+from support.faulty import TWO as CONFIG, Faulty, write
 from support.ports import PORTS, parts
 from torch import Tensor, nn
 
@@ -94,7 +94,7 @@ def sentences(report: MappingReport) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write(tmp_path_factory.mktemp("checkpoint"), THREE)
+    return write(tmp_path_factory.mktemp("checkpoint"), CONFIG)
 
 
 # Every fourth of the formulas is quick, and every second of what has a sentence of its own.
@@ -103,8 +103,8 @@ def test_a_port_with_a_fault_is_filled_by_its_structure_and_refused(
     architecture: str, fault: str, sentence: str, unfilled: str | None, folder: Path
 ) -> None:
     """If the mapping needed correct logits, a faulty port could not be filled, and these ports need a diagnosis."""
-    filled = Faulty(architecture, fault).build(THREE, folder)
-    module, before = (Faulty(architecture, fault, filled=True).build(THREE, folder) for _ in range(2))
+    filled = Faulty(architecture, fault).build(CONFIG, folder)
+    module, before = (Faulty(architecture, fault, filled=True).build(CONFIG, folder) for _ in range(2))
     report = load_into(module, str(folder))
     assert not report.ok
     assert report.logits_error > 1e-5

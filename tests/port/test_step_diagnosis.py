@@ -122,7 +122,7 @@ def test_the_loss_of_later_calls_is_judged():
     """Only the first call's loss was: a step that is right once was equal."""
     smoothed = "F.cross_entropy(logits, targets, label_smoothing=0.1 * (step > 1))"
     make_step = step_of(labels="labels = labels if step == 0 else x", loss=smoothed, **PLAIN)
-    said = gpt2.diagnose_step(module_of("ours"), make_step, right_model())
+    said = gpt2.diagnose_step(module_of("ours", 1), make_step, right_model(1))
     assert {cause.id for cause in said.causes} == {"labels-not-shifted", "label-smoothing"}, said.table()
 
 
@@ -130,7 +130,7 @@ def test_a_fault_of_padded_and_of_usual_batches_is_named_once():
     """It was listed twice, where the settings have a prompt: once from the batches in which some targets are -100."""
     settings = {"grad_accum": 2, "data.prompt": "p"}
     make_step = step_of(2, backward="(loss / 4).backward()", **PLAIN)
-    causes = gpt2.diagnose_step(module_of("ours"), make_step, right_model(), settings=settings).causes
+    causes = gpt2.diagnose_step(module_of("ours", 1), make_step, right_model(1), settings=settings).causes
     places = [(one.id, one.where) for one in causes]
     assert places.count(("accumulation-average-wrong", "loss")) == 1
     assert len(set(places)) == len(places)
@@ -382,7 +382,7 @@ unset = step_of(optimizer="torch.optim.AdamW(params, lr=3e-4, betas=(0.9, 0.95),
 def test_settings_that_are_not_given_are_read_off() -> None:
     """Without them a rate is no fault, but a sentence. Two decays were said as one of 0.01, where a key was misspelt."""
     groups = LINES["groups"].replace("* (p.ndim > 1)", "if p.ndim > 1 else 0.01")
-    found = gpt2.diagnose_step(module_of("ours"), step_of(**PLAIN, groups=groups), right_model())
+    found = gpt2.diagnose_step(module_of("ours", 1), step_of(**PLAIN, groups=groups), right_model(1))
     decays = "read off: a weight decay of 0.1, on matrices, embeddings, and of 0.01, on norms, biases"
     assert (found.verdict, decays in found.notes) == ("equal", True), found.notes
     assert all(words in " ".join(found.notes) for words in ("rate of 0.001", "betas of 0.9 and 0.95", "no clipping")), found.notes
@@ -425,7 +425,7 @@ def per_example(model):
 def test_a_bad_step_is_one_line(maker, words: str) -> None:
     """A traceback of ours hides what the user has to change."""
     with pytest.raises(InputError, match=words) as caught:
-        gpt2.diagnose_step(module_of("ours"), maker, right_model())
+        gpt2.diagnose_step(module_of("ours", 1), maker, right_model(1))
     assert "\n" not in str(caught.value)
 
 
