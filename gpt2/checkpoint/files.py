@@ -90,7 +90,7 @@ def open_file(path: Path) -> Container:
     if path.suffix == ".msgpack":  # it has no signature: any bytes are a beginning of some MessagePack
         return FlaxFile(path)
     if head and path.suffix != ".safetensors" and not head.endswith(b"\0{"):
-        known = "safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, or a TensorFlow .index"
+        known = "safetensors, torch.save's, HDF5, .msgpack, GGUF, llm.c's, a TensorFlow .index (to compare: onnx/FILE, ct2/DIR)"
         beside = f"lies beside the weights; give {path.parent}" if path.suffix == ".json" else ""
         raise CheckpointError(f"{path}: {beside or f'does not begin as weights do; give {known}'}")
     return SafetensorsFile(path)

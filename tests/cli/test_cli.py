@@ -97,7 +97,6 @@ MISTAKES = [
     ("train file --set data.path=file --json file", "--json file: is read too, and would be lost; give another path"),
     ("compare a onnx/file --json run/../file", "--json run/../file: is read too, and would be lost"),  # was overwritten
     ("info . --json file", "--json file: is a model's or your own file, and would be lost"),  # a model's config was
-    ("export shakespeare-mini run --json run/best/model.safetensors", "is a model's or your own file"),
     ("train finetune-shakespeare --init shakespeare-mini:int8", "leave out what is behind the last colon"),  # was: dtype=
     ("compare shakespeare-mini shakespeare-mini --device meta", "no device 'meta' here"),
     ("diagnose nowhere.py:build", "nowhere.py: no such file; there are port.py; give"),
