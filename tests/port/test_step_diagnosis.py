@@ -25,9 +25,9 @@ from gpt2.port.diagnosis import examine_module
 from gpt2.port.mapping.mapping import WeightMap
 from gpt2.port.step.causes import STAGE
 from gpt2.port.step.clipping import read_clipping
+from gpt2.port.step.rules import ROUNDED, Rule, Track, directions, find_rule, fit
 from gpt2.port.step.sessions import random_batch
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.updates import ROUNDED, Rule, Track, directions, fit, recognised_rule
 from gpt2.port.step.watching import Gradient, Sampled, Update
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import Place
@@ -456,14 +456,14 @@ def test_constants_that_nobody_writes_are_no_usual_ones(rule: Rule, known: bool)
     before, gradient, seen = draw.standard_normal((4, 12)), 1e-2 * draw.standard_normal((4, 12)), np.ones(4, dtype=bool)
     change = -1e-3 * directions(rule, Track(before, gradient, before, seen)) - 1e-4 * before
     track = Track(before, gradient, change, seen)
-    found, error = recognised_rule([track], StepSettings())
+    found, error = find_rule([track], StepSettings())
     assert (error <= ROUNDED) == known
     if known:
         assert found == rule
         assert fit(track, found).rates == pytest.approx(1e-3)
     if rule is USUAL[0]:
         other = track._replace(change=-1e-3 * directions(ODD[0], track))  # a second parameter, which goes by no known rule
-        assert recognised_rule([track, other], StepSettings())[1] > ROUNDED
+        assert find_rule([track, other], StepSettings())[1] > ROUNDED
 
 
 def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.updates import spread
+from gpt2.port.step.rules import steady
 from gpt2.port.step.watching import Gradient, Update
 from gpt2.port.terms.places import joined
 
@@ -85,7 +85,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
         for name, factor in outliers.items():
             if (one := held.get(name)) is not None:
                 held[name] = one.times(abs(factor))
-    share = small[0] if spread(small) <= SAME or _doubled(small[0], 1.0) else 1.0  # the second may be clipped
+    share = small[0] if steady(small, SAME) or _doubled(small[0], 1.0) else 1.0  # the second may be clipped
     return replace(_explained(pairs, share), outliers=outliers)
 
 

@@ -13,9 +13,10 @@ from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
 from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss
+from gpt2.port.step.rules import FITS
 from gpt2.port.step.sessions import StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
-from gpt2.port.step.updates import FITS, StepMoves
+from gpt2.port.step.updates import StepMoves
 from gpt2.port.step.watching import Watched
 from gpt2.port.terms.places import Place, shortened
 from gpt2.port.terms.report import Diagnosis
