@@ -236,6 +236,8 @@ LION = "m = state.get(-id(p), 0); p -= lr * (0.9 * m + 0.1 * p.grad).sign(); sta
 LAMB = "u = direction + weight_decay * p; p -= lr * u * p.norm() / u.norm()"
 PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
 ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
+HELD = {"zero": "pass", "backward": "(loss / 2).backward()", "clip": "pass"}
+HELD["update"] = f"if step % 2: {LINES['clip']}; optimizer.step(); optimizer.zero_grad()"
 APART = "padding-in-average accumulation-not-averaged"
 STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "one buffer, clipped elsewhere": ("", FLAT, ""),
@@ -268,6 +270,8 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "parts averaged": ("parts", {"backward": "state[len(state)] = torch.autograd.grad(loss, params)", "clip": MEANS}, ""),
     "Nesterov": ("", {"optimizer": "torch.optim.SGD(params, lr, 0.9, nesterov=True)"}, "optimizer-sgd"),
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
+    "a penalty": ("", {"loss": f"{LINES['loss']} + 0.05 * sum((p**2).sum() for p in params if p.ndim > 1)"}, "decay-coupled"),
+    "over two calls": ("", HELD, "update-skipped"),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }
 

@@ -119,8 +119,11 @@ class StepExamination:
 
     def _loss(self) -> None:
         findings, known = self.findings, len(self.findings.causes)
+        gathered = next((number for number, call in enumerate(self.calls, 1) if call.updates), 1)  # calls of one update
         for number, call in enumerate(self.calls):
-            judge_loss(findings, call, self._batch(number), self.clip.shares(call.updates, number), self.ours.config.eos_token_id)
+            shares = self.clip.shares(call.updates, number)
+            shares += [gathered * shares[0]]
+            judge_loss(findings, call, self._batch(number), shares, self.ours.config.eos_token_id)
             if number:  # the first call's gradients are compared as well
                 call.forwards.clear()
             if "loss" in findings.unknown:

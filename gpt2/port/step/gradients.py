@@ -21,6 +21,7 @@ TABLE = "wte.weight"  # its two uses are the head and the table of the tokens' r
 EQUAL, NOISE = 1e-8, 1e-11  # error of a parameter's gradient, relative to it (constants in float32), and to the whole gradient
 DEAD = 1e-9  # of the norm of all gradients: a gradient that is none
 SEEN = "from your own gradient of the logits, our model in float64 gives other gradients"
+UNPENALISED = "F.cross_entropy(logits, targets)  # no penalty of weights: AdamW's weight_decay is theirs"
 ADDED = ".grad after each backward pass, and what arrived in it"
 Shares = dict[str, tuple[Tensor, Tensor]]  # of each gradient: what does not come through the head's use of wte, and all of it
 
@@ -116,6 +117,15 @@ def judge_gradients(findings: StepFindings, call: Watched, made: Shares, roles: 
     wrong = [name for name in wrong if name not in untied or name not in call.trains]
     dead = [name for name in wrong if float(got[name].norm()) <= DEAD * whole]
     unreached, rest = [name for name in dead if name in call.trains], [name for name in wrong if name not in dead]
+    pulled, values = dict[str, float](), call.updates[0].before if call.updates else {}
+    for name, p in ((name, values[name].masked_fill(made[name][1].isnan(), 0.0)) for name in rest if name in values):
+        rate = float((got[name] - right[name]) @ p) / (float(p @ p) or 1.0)
+        if same(name, right[name] + rate * p):
+            pulled[name] = rate
+    if pulled:
+        words = f"the gradient that arrives has {median(pulled.values()):.4g} times the parameter in it: a penalty in the loss"
+        findings.add("decay-coupled", [*pulled], words, SEEN, UNPENALISED)
+        rest = [name for name in rest if name not in pulled]
     # both embeddings lack what reaches the stream
     lost = any(part.part == "wpe" for name in (*unreached, *rest) for part in roles.parts.get(name, []))
     for name, table in [(name, made[name][0].nan_to_num(0.0)) for name in rest]:
