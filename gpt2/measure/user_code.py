@@ -176,5 +176,10 @@ def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int, why: str) -> 
             return call(0)
         return torch.cat([logits_of(call(n), ids[n : n + 1], vocabulary) for n in range(len(ids))])
 
-    unseen = type("Unseen", (nn.Module,), {"__init_subclass__": classmethod(lambda cls, **_: None)})  # by a registry
-    return type(kind.__name__, (unseen, kind), {"forward": forward, "row_by_row": why})
+    return kind_of(kind, forward=forward, row_by_row=why)
+
+
+def kind_of(kind: type[nn.Module], **members: Any) -> type[nn.Module]:
+    """Return a class like ``kind`` with other ``members``, of which ``kind`` is not told: it may register its subclasses."""
+    unseen = type("Unseen", (nn.Module,), {"__init_subclass__": classmethod(lambda cls, **_: None)})
+    return type(kind.__name__, (unseen, kind), members)

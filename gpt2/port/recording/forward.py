@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2.errors import InputError
+from gpt2.measure.user_code import kind_of
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -57,9 +58,7 @@ class Borrowed:
         if any(tensor.is_inference() for tensor in self.tensors.values()):
             self._inference.enter_context(torch.inference_mode())
         self._default, self._class = torch.get_default_dtype(), type(self.module)
-        self._during = self._default  # the default dtype during a call of the module, and only there: all threads have it
-        self._hooks = [self.module.register_forward_pre_hook(lambda *_: torch.set_default_dtype(self._during))]
-        self._hooks.append(self.module.register_forward_hook(lambda *_: torch.set_default_dtype(self._default), always_call=True))
+        self._during = self._default  # the default dtype during a call of the module
         self._modes = [(part, part.training) for part in self.module.modules()]
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         for part, _ in self._modes:  # some modules override eval()
@@ -108,12 +107,26 @@ class Borrowed:
         if isinstance(made[0], Exception) and self.failure is None and not any(isinstance(one, Tensor) for one in made):
             self.failure = made[0]
             self._during = torch.float64
+            self._become(kind_of(type(self.module), __call__=self._calling()(type(self.module).__call__)))
             made = call()
             if not any(isinstance(one, Tensor) for one in made):
                 self.wide = False
                 self.to_own_dtype()
                 made = call()
         return made
+
+    @contextmanager
+    def _calling(self) -> Iterator[None]:
+        """Let torch have another default dtype during a call of the module alone, as all threads have it. Calls may be nested."""
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(self._during)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)
+
+    def _become(self, kind: type[nn.Module]) -> None:
+        object.__setattr__(self.module, "__class__", kind)  # a compiled module passes attributes on to what is compiled
 
     def to_own_dtype(self) -> None:
         """Round the float64 values to each tensor's own dtype."""
@@ -139,15 +152,12 @@ class Borrowed:
 
     @torch.no_grad()
     def __exit__(self, *error: object) -> None:
-        if type(self.module) is not self._class:  # rows were run one after the other
-            self.module.__class__ = self._class
+        self._become(self._class)
         for tensor, before in self._swapped.values():
             if id(tensor) in self._kept:
                 before.copy_(tensor.data)
             tensor.data = before
         self.rewind()
-        for hook in self._hooks:
-            hook.remove()
         for part, training in self._modes:
             part.training = training
         self._inference.close()
