@@ -73,10 +73,10 @@ def export(
         raise InputError(f"unknown type {quoted(type)}; known: {', '.join(TYPES)}")
     if keep and (format != "gguf" or type is None):
         raise InputError("keep names parts that a gguf of another type leaves in the model's dtype; give that type, such as q8_0")
-    directory = user_path(directory)
-    model, tokenizer, notes = exported_model(source, revision, offline)
+    directory, checkpoint = user_path(directory), opened(source, revision, offline)
+    model, tokenizer, notes = exported_model(checkpoint)
     if format == "hf":
-        if isinstance(source, str) and folder_of(user_path(ModelName.parse(source).base)).absolute() == directory.absolute():
+        if directory.is_dir() and any(map(directory.samefile, _folders(checkpoint))):
             raise InputError(f"{directory}: is read too, and would be lost; choose another folder")
         mine = {CHAT} if tokenizer is not None and tokenizer.chat else set[str]()
         mine |= set() if tokenizer is None else {*tokenizer.texts(model.config.n_positions), *LEGACY}
@@ -130,12 +130,22 @@ def _write_llmc(model: GPT2, tokenizer: Tokenizer | None, directory: Path, name:
     return type, notes
 
 
-def exported_model(source: str | Checkpoint, revision: str | None, offline: bool) -> tuple[GPT2, Tokenizer | None, list[str]]:
-    """Return the model as it is exported, its tokenizer, and notes on differences from the source."""
+def opened(source: str | Checkpoint, revision: str | None, offline: bool) -> Checkpoint:
+    """Return a checkpoint, opened by its name if need be."""
     if isinstance(source, str):
-        checkpoint = open_checkpoint(ModelName.parse(source, FLOATS, revision=revision), offline=offline)
-    else:
-        checkpoint = source
+        return open_checkpoint(ModelName.parse(source, FLOATS, revision=revision), offline=offline)
+    return source
+
+
+def _folders(checkpoint: Checkpoint) -> set[Path]:
+    """Return the folder of a checkpoint, and those that its weights really lie in: a link may lead there."""
+    if not isinstance(checkpoint, StoredCheckpoint):
+        return set()
+    return {folder_of(checkpoint.path), *(file.path.resolve().parent for file in checkpoint.assignment.files.values())}
+
+
+def exported_model(checkpoint: Checkpoint) -> tuple[GPT2, Tokenizer | None, list[str]]:
+    """Return the model as it is exported, its tokenizer, and notes on differences from the source."""
     model = checkpoint.load()
     outlier = require_usable(model, checkpoint.name).outlier
     notes = [*([outlier] if outlier else []), *(checkpoint.assignment.notes if isinstance(checkpoint, StoredCheckpoint) else ())]

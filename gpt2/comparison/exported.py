@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, model_with, open_path
-from gpt2.checkpoint.export import GGUF_FILE, OF_DTYPE, Export, exported_model
+from gpt2.checkpoint.export import GGUF_FILE, OF_DTYPE, Export, exported_model, opened
 from gpt2.checkpoint.gguf_writer import parameters_of, type_of
 from gpt2.checkpoint.keys import from_file, head_name, layer
 from gpt2.comparison.sides.checkpoint_side import CheckpointSide
@@ -93,7 +93,7 @@ def check_export(
     """
     started = time.perf_counter()
     progress("check: the source in float64")
-    model, tokenizer, _ = exported_model(of or done.model, revision, offline)
+    model, tokenizer, _ = exported_model(opened(of or done.model, revision, offline))
     check = _Check(done, model, tokenizer)
     rows, missing = [check.by("loader", "gpt2")], []
     for module, (program, command, format) in PACKAGES.items():

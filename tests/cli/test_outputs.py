@@ -95,15 +95,20 @@ def test_a_pipe_or_device_in_a_file_s_place_is_refused(words: tuple[str, ...], t
         assert "a pipe or a device" in refusal(read_json, Path("empty"))
 
 
-def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, capsys) -> None:
+def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, monkeypatch, capsys) -> None:
     """``export m out --json out/config.json`` left a report in place of the config. A result may be written again."""
+    monkeypatch.chdir(tmp_path)
     folder, model = tmp_path / "model", str(write_checkpoint(tmp_path / "tiny"))
     folder.mkdir()
     for name in ("config.json", "vocab.json"):  # before anything is written
         assert "would be lost" in mistake(capsys, "export", model, str(folder), "--json", str(folder / name))
     folder.rmdir()  # nothing was written
     shutil.copytree(model, folder)
-    assert "is read too" in mistake(capsys, "export", str(folder), f"{folder}/")  # which dropped its other heads
+    (tmp_path / "link").symlink_to(folder)
+    for source, out in (("model", "model/"), ("link", "model"), ("model", "link"), ("model", "tiny/../model")):
+        assert "is read too" in mistake(capsys, "export", f"{source}:bf16", out)  # which dropped its other heads
+    for _ in range(2):  # it is read from the package, and not from a folder of its name
+        assert main(["export", "shakespeare-mini", "shakespeare-mini"]) == 0
     (folder / "empty").touch()
     (folder / "mine.html").write_text(f"<!doctype html>{' ' * 400}")
     np.savez(folder / "mine.npz", ids=np.zeros(2), logits=np.zeros((99, 9)))
