@@ -19,6 +19,15 @@ from gpt2.errors import InputError, did_you_mean, require_writable, user_path
 S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
 OWN = (*SMALL, "recipe.json", "metrics.jsonl", "model.safetensors", "README.md")  # names in the folder of a model or a run
+PICTURE = "Loss curves of gpt2 train plot"  # its title, by which such a picture is known
+RESULTS = (
+    rb'\{\s*"json_version": \d',
+    rb'.{8}\{"__metadata__":\{"format":"pt","about":"\{\\"format\\": \\"gpt2-toolkit ',  # a trace, or what --save keeps
+    rb"PK.*about\.json\.npy.{22}\Z",
+    rb"\xc7\xd7\x34\x01",  # llm.c's debug state, which has no room for a mark of ours
+    rb"<!doctype html>\s<html.{,200}; img-src data:; style-src 'unsafe-inline'; script-src 'sha256-",
+    rb"(\x89PNG.*Title\0|<\?xml.*<title>)" + PICTURE.encode(),
+)
 
 
 def option(help: str, metavar: str | None = None, default: Any = None, **how: Any) -> Any:
@@ -153,14 +162,12 @@ def require_outputs(settings: Command) -> None:
 
 
 def _is_result(path: Path) -> bool:
-    """Return whether a file is empty, or a result: JSON, a trace (.safetensors, .npz, llm.c's), a page, a picture."""
+    """Return whether a file is empty, or begins (an .npz: and ends) as what a command writes."""
     with path.open("rb") as file:
         ends = file.read(1000)
         file.seek(max(0, path.stat().st_size - 300))
         ends += file.read()
-    state = int.from_bytes(ends[:4], "little") == 20240327  # the beginning of llm.c's debug state
-    marks = b'"json_version"', b'"about"', b"about.json.npy", b"; img-src data:;", b"Matplotlib"
-    return state or not ends or any(mark in ends for mark in marks)
+    return not ends or re.match(b"|".join(RESULTS), ends, re.DOTALL) is not None
 
 
 def require_unused(settings: Any, mode: str, names: Sequence[str]) -> None:

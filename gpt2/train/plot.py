@@ -13,6 +13,7 @@ import numpy as np
 from gpt2.config import number
 from gpt2.data.files import write_output
 from gpt2.errors import InputError, user_path
+from gpt2.options import PICTURE
 from gpt2.pages.drawing import COLOURS, LIGHT, MUTED, matplotlib_of_our_own
 from gpt2.train.runs import METRICS, Run, read
 
@@ -50,7 +51,7 @@ def plot(folders: Sequence[str | Path], out: str | Path) -> Path:
                 axes[1].plot(*zip(*bits, strict=True), color=run.colour, lw=1.8, marker="o", ms=2.5, label=run.name)
             _finish(axes[1], "Across tokenizers", "bits per byte, held out")
         picture = io.BytesIO()
-        metadata = {"Date": None} if out.suffix.lower() == ".svg" else None
+        metadata = {"Title": PICTURE} | ({"Date": None} if out.suffix.lower() == ".svg" else {})
         figure.savefig(picture, format=out.suffix[1:].lower(), metadata=metadata)
         write_output(out, picture.getvalue())
     return out

@@ -11,6 +11,8 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import save_file
 from support.commands import ASSET, mistake, refusal
 from support.random_models import write_checkpoint
 
@@ -24,7 +26,7 @@ from gpt2.data.files import read_json, write_output
 def test_an_earlier_report_outlasts_a_full_disk(words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     """Reports were written in place: a full disk lost the earlier one. Control: with room the new one is there."""
     report = tmp_path / "report"
-    report.write_text(earlier := '"json_version"')
+    report.write_text(earlier := '{"json_version": 3}')
     with monkeypatch.context() as patch:
         patch.setattr("os.fsync", Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))))
         assert main([*words, str(report)]) == 2
@@ -112,8 +114,10 @@ def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, monkeypatch, caps
     (folder / "empty").touch()
     (folder / "mine.html").write_text(f"<!doctype html>{' ' * 400}")
     np.savez(folder / "mine.npz", ids=np.zeros(2), logits=np.zeros((99, 9)))
+    (folder / "mine.py").write_text('# "about" Matplotlib\nassert r["json_version"] == 4')  # was taken for a result of ours
+    save_file({"x": torch.zeros(1)}, folder / "mine.pt", {"about": "my own"})
     for words, names in {
-        "info --json": "r.json r.json empty config.json mine.html",
+        "info --json": "r.json r.json empty config.json mine.html mine.py mine.pt",
         "explore --prompt O --html": "p.html p.html mine.html",
         "trace --tokens 2 --out": "t.safetensors t.safetensors t.npz t.npz t.bin t.bin model.safetensors mine.npz",
     }.items():
