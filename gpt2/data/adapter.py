@@ -28,7 +28,9 @@ def quiet() -> Iterator[None]:
         import transformers  # noqa: F401 (its import sets the level)
 
     log = logging.getLogger("transformers")
-    before = log.level
+    if (before := log.level) == logging.ERROR:  # inside another one, perhaps of another thread, which sets it back
+        yield
+        return
     log.setLevel(logging.ERROR)
     try:
         yield

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from gpt2.checkpoint.export import export
 from gpt2.cli.main import main
 from gpt2.config import GPT2Config
 from gpt2.data import auto, from_directory
-from gpt2.data.adapter import auto_ids
+from gpt2.data.adapter import auto_ids, quiet
 from gpt2.data.library import LibraryTokenizer
 from gpt2.errors import InputError
 from gpt2.explore.lens import explorer
@@ -75,6 +76,14 @@ def test_ids_equal_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
         if whole:
             assert sum(ours.lengths(text)) == len(text.encode()), text
     assert (ours.n_vocab, ours.eos) == (len(theirs), theirs.eos_token_id)
+
+
+def test_two_threads_that_encode_leave_transformers_as_it_was() -> None:
+    """The one that left last set back what it had found: silence, which the other one had set."""
+    one, other = quiet(), quiet()
+    one.__enter__(), other.__enter__()
+    one.__exit__(None, None, None), other.__exit__(None, None, None)
+    assert logging.getLogger("transformers").level != logging.ERROR
 
 
 DECLARED = {"content": END, "lstrip": True, "normalized": False, "rstrip": False, "single_word": False, "special": True}
