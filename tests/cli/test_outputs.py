@@ -11,8 +11,6 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-import torch
-from safetensors.torch import save_file
 from support.commands import ASSET, mistake, refusal
 from support.random_models import write_checkpoint
 
@@ -109,13 +107,12 @@ def test_an_output_replaces_no_file_of_a_model(tmp_path: Path, monkeypatch, caps
     (tmp_path / "link").symlink_to(folder)
     for source, out in (("model", "model/"), ("link", "model"), ("model", "link"), ("model", "tiny/../model")):
         assert "is read too" in mistake(capsys, "export", f"{source}:bf16", out)  # which dropped its other heads
-    for _ in range(2):  # it is read from the package, and not from a folder of its name
-        assert main(["export", "shakespeare-mini", "shakespeare-mini"]) == 0
+    assert main(words := ["export", "shakespeare-mini", "shakespeare-mini"]) == main(words) == 0  # no folder is read
     (folder / "empty").touch()
     (folder / "mine.html").write_text(f"<!doctype html>{' ' * 400}")
     np.savez(folder / "mine.npz", ids=np.zeros(2), logits=np.zeros((99, 9)))
     (folder / "mine.py").write_text('# "about" Matplotlib\nassert r["json_version"] == 4')  # was taken for a result of ours
-    save_file({"x": torch.zeros(1)}, folder / "mine.pt", {"about": "my own"})
+    (folder / "mine.pt").write_bytes(bytes(8) + b'{"__metadata__":{"format":"pt","about":"my own"}}')
     for words, names in {
         "info --json": "r.json r.json empty config.json mine.html mine.py mine.pt",
         "explore --prompt O --html": "p.html p.html mine.html",
@@ -134,9 +131,7 @@ def test_a_pipe_in_a_model_s_folder_is_refused_by_name(name: str, tmp_path: Path
     (folder / (name if name.endswith(".json") else "model.safetensors")).unlink(missing_ok=True)
     os.mkfifo(folder / name)
     for words in (["info"], ["generate", "--prompt", "x", "--max-new-tokens", "1"]):
-        said = mistake(capsys, *words, str(folder))
-        assert f"{name}" in said
-        assert "a pipe or a device" in said
+        assert re.search(f"{re.escape(name)}.*a pipe or a device", mistake(capsys, *words, str(folder)))
 
 
 def test_only_what_a_checkpoint_is_read_from_is_hashed(tmp_path: Path, capsys) -> None:

@@ -76,13 +76,8 @@ def test_ids_equal_those_of_auto_tokenizer(kind: str, tmp_path: Path) -> None:
         if whole:
             assert sum(ours.lengths(text)) == len(text.encode()), text
     assert (ours.n_vocab, ours.eos) == (len(theirs), theirs.eos_token_id)
-
-
-def test_two_threads_that_encode_leave_transformers_as_it_was() -> None:
-    """The one that left last set back what it had found: silence, which the other one had set."""
-    one, other = quiet(), quiet()
-    one.__enter__(), other.__enter__()
-    one.__exit__(None, None, None), other.__exit__(None, None, None)
+    one, other = quiet(), quiet()  # in two threads: the one that left last set back the other one's silence
+    one.__enter__(), other.__enter__(), one.__exit__(None, None, None), other.__exit__(None, None, None)
     assert logging.getLogger("transformers").level != logging.ERROR
 
 

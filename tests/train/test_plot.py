@@ -46,9 +46,7 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.Capture
         assert says in refusal(plot, folders, tmp_path / out)
     for name in ("x.png", "x.svg") * 2:  # an earlier one is replaced, and none that the user drew
         assert main(["train", "plot", str(a), "--out", str(tmp_path / name)]) == 0
-        own = tmp_path / f"own-{name}"
-        own.write_bytes((tmp_path / name).read_bytes().replace(b">Loss ", b">My ").replace(b"\0Loss ", b"\0My "))
-        assert b"Matplotlib" in own.read_bytes()
+        (own := tmp_path / f"own-{name}").write_bytes((tmp_path / name).read_bytes().replace(b"Loss curves", b"My curves"))
         capsys.readouterr()
         assert "your own file" in mistake(capsys, "train", "plot", str(a), "--out", str(own))
     assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
