@@ -38,33 +38,30 @@ WAYS = (NORM, MAX, EACH, ENTRY)  # of two that explain the gradients as well, th
 class Clip:
     """What an update uses of a gradient: ``share`` times it, and what is beyond ``limit`` scaled down or, of ENTRY, cut off.
 
-    ``share`` is what a GradScaler, at first, or the number of parts divides by. ``largest``: the largest norm that went through.
-    ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``: norms
-    beyond the limit that went through as they were.
+    ``share`` is what the number of parts divides by; ``scale``: a GradScaler, at first. ``largest``: the largest norm that went
+    through. ``outliers``: parameters with another factor than the rest. ``odd``: those that this does not explain. ``passed``:
+    norms beyond the limit that went through as they were.
     """
 
     kind: ClipKind | None = None
     limit: float = math.inf
     share: float = 1.0
+    scale: float = 1.0
     largest: float = 0.0
     outliers: dict[str, float] = field(default_factory=dict)
     odd: tuple[str, ...] = ()
     passed: tuple[float, ...] = ()
 
-    def shares(self, updates: Sequence[Update], number: int) -> list[float]:
-        """Return the share of a call, the first of which is 0; if it is clipped, what a scaler may have made of it until then."""
-        ratios = [median(_ratios(*pair).values()) for pair in map(_both, updates) if pair[0]]
-        unseen = [self.share * 2.0**power for power in sorted(range(-number, number + 1), key=abs)]
-        return [one for one in ratios if _doubled(one, self.share)] or unseen
+    def share_in(self, updates: Sequence[Update]) -> float:
+        """Return by what a call multiplies its gradient, with the scale that a scaler has there."""
+        return self.share / (updates[0].scale if updates else self.scale)
 
     def errors(self, held: Gradient, used: Gradient) -> dict[str, float]:
         """Return how far the gradient of each parameter that the update used is from what this clip makes of it, relative."""
-        ratio = median(_ratios(held, used).values())
-        share = ratio if _doubled(ratio, self.share) else self.share
-        factors = [share] * len(used)
+        factors = [self.share] * len(used)
         if self.kind and self.kind is not ENTRY:
             sizes = self.kind.sizes(held)
-            factors = [share * min(1.0, self.limit / (share * sizes[name] + 1e-6)) for name in used]
+            factors = [self.share * min(1.0, self.limit / (self.share * sizes[name] + 1e-6)) for name in used]
         wanted, made = [one.values for one in used.values()], [*torch._foreach_mul([held[n].values for n in used], factors)]
         if self.kind is ENTRY:
             made = [one.clamp(-self.limit, self.limit) for one in made]
@@ -78,15 +75,19 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     groups = [kept for session in sessions if (kept := [pair for pair in map(_both, session) if pair[0]])]
     if not groups:
         return Clip()
-    pairs = [pair for group in groups for pair in group]
+    pairs, scales = [one[:2] for group in groups for one in group], [scale for group in groups for *_, scale in group]
     ratios = [_ratios(*pair) for pair in pairs]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
     for held, _ in pairs:  # as clipping saw them
         for name, factor in outliers.items():
             if (one := held.get(name)) is not None:
                 held[name] = one.times(abs(factor))
-    share = small[0] if steady(small, SAME) or _doubled(small[0], 1.0) else 1.0  # the second may be clipped
-    return replace(_explained(pairs, share), outliers=outliers)
+    share = small[0] if steady(small, SAME) else 1.0  # the second may be clipped
+    found = _explained(pairs, share)
+    if found.odd and not steady(scales, SAME):  # clipped, and then divided by a scale that changes
+        early = _explained([(held.times(by), used.times(by)) for (held, used), by in zip(pairs, scales, strict=True)], share)
+        found = found if early.odd else replace(early, limit=early.limit / scales[0])
+    return replace(found, scale=scales[0], outliers=outliers)
 
 
 def _explained(pairs: Sequence[tuple[Gradient, Gradient]], share: float) -> Clip:
@@ -104,21 +105,17 @@ def _explained(pairs: Sequence[tuple[Gradient, Gradient]], share: float) -> Clip
     return replace(best, largest=share * max(held.total for held, _ in pairs), odd=odd, passed=tuple(passed))
 
 
-def _both(update: Update) -> tuple[Gradient, Gradient]:
-    """Return the gradients after the last backward pass and at the update, of the parameters that have both."""
+def _both(update: Update) -> tuple[Gradient, Gradient, float]:
+    """Return the gradients after the last backward pass, unscaled, and at the update, where both are; and the scale."""
     names = [n for n, one in update.held.items() if n in update.gradient and one.two != 0]
-    return Gradient({name: update.held[name] for name in names}), Gradient({name: update.gradient[name] for name in names})
+    held, used = (Gradient({name: own[name] for name in names}) for own in (update.held, update.gradient))
+    return held.times(1 / update.scale), used, update.scale
 
 
 def _ratios(held: Gradient, used: Gradient) -> dict[str, float]:
     """Return by what the gradient of each parameter is multiplied, in the sense of least squares; 1 if it is zero."""
     pairs = {name: (one.values, used[name].values) for name, one in held.items()}
     return {name: float(one @ other) / size if (size := float(one @ one)) else 1.0 for name, (one, other) in pairs.items()}
-
-
-def _doubled(one: float, other: float) -> bool:
-    """Return whether a number is another one, doubled or halved any number of times."""
-    return one * other > 0 and abs(math.remainder(math.log2(one / other), 1.0)) <= SAME
 
 
 def _most(found: dict[str, float]) -> float:
@@ -146,7 +143,7 @@ def judge_clipping(findings: StepFindings, clip: Clip, wanted: float | None) -> 
         findings.add(id, "gradient", detail, f"gradients of norms up to {clip.largest:.3g}, before and after", fix)
         findings.differ("clip", 1.0)
 
-    share, passed = clip.share, clip.passed
+    share, passed = clip.share_in([]), clip.passed
     before = clip.limit / share if share else 0.0  # the norm of the gradient before it is divided
     near, near_before = (wanted is not None and abs(limit - wanted) <= 1e-3 * wanted for limit in (clip.limit, before))
     left = f"norms up to {max(passed, default=clip.largest):.4g} are left as they are"

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from gpt2.errors import InputError
+from gpt2.measure.metrics import relative_error
 from gpt2.model import GPT2
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
@@ -96,12 +97,12 @@ class StepExamination:
             if not (other := StepMoves(findings, hidden, self.settings, roles)).odd:
                 moves = other
         self.clip = read_clipping(moves.sessions)
-        if moves.fits:
-            moves.judge()
-        if not moves.unknown and (many := max(len(call.updates) for call in self.calls)) > 1:
+        if (many := max(len(call.updates) for call in self.calls)) > 1 and (moves.by_optimizer or not moves.unknown):
             detail = f"the parameters are updated {many} times in a step, after each part of its batch"
             findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
-        seen = any(one.error <= FITS for one in moves.known.values()) or any(call.by_optimizer for call in self.calls)
+        if moves.fits:
+            moves.judge()
+        seen = any(one.error <= FITS for one in moves.known.values()) or moves.by_optimizer
         if seen or not moves.unknown or self.clip.kind or self.clip.odd:  # the gradient is used as it is seen
             judge_clipping(findings, self.clip, self.settings.clip)
         elif moves.odd and self.settings.clip:
@@ -121,9 +122,8 @@ class StepExamination:
         findings, known = self.findings, len(self.findings.causes)
         gathered = next((number for number, call in enumerate(self.calls, 1) if call.updates), 1)  # calls of one update
         for number, call in enumerate(self.calls):
-            shares = self.clip.shares(call.updates, number)
-            shares += [gathered * shares[0]]
-            judge_loss(findings, call, self._batch(number), shares, self.ours.config.eos_token_id)
+            share = self.clip.share_in(call.updates)
+            judge_loss(findings, call, self._batch(number), [share, gathered * share], self.ours.config.eos_token_id)
             if number:  # the first call's gradients are compared as well
                 call.forwards.clear()
             if "loss" in findings.unknown:
@@ -137,14 +137,15 @@ class StepExamination:
         batch, own = self._batch(50, padded=True), StepFindings(self._places)
         with suppress(InputError):
             (call,), _ = self.subject.session([batch])
-            judge_loss(own, call, batch, [self.clip.share], self.ours.config.eos_token_id)
+            judge_loss(own, call, batch, [self.clip.share_in(call.updates)], self.ours.config.eos_token_id)
         for cause in (cause for cause in own.causes if cause.id in PADDED):
             self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
 
     def _gradients(self) -> None:
         findings, first = self.findings, self.calls[0]
-        if any(call.noise for call in self.calls):
+        if any(call.noise for call in self.calls) and (moved := self._moved_by_noise()) > EQUAL:
             findings.leave_open("gradient", "your step draws normal noise, which was left out of the comparison")
+            findings.differ("gradient", moved)
         detail = f"the head and the token embedding are two parameters ({' and '.join(self.untied)}); each gets its own gradient"
         if self.untied and all(torch.equal(*(update.after[name] for name in self.untied)) for update in first.updates):
             findings.leave_open("gradient", f"{detail}, and your step keeps them equal, which was not followed")
@@ -167,6 +168,15 @@ class StepExamination:
             doubled = self.roles.role(name, self.sampler.parameters[name]) == "embedding" and abs(value - 2) < 1e-6
             detail = f"after the backward pass its gradient is multiplied by {value:.6g}"
             findings.add("tied-gradient-doubled" if doubled else "gradient-scaled", [name], detail)
+
+    def _moved_by_noise(self) -> float:
+        """Return how far the normal noise that a step draws moves the parameters at the end, relative to them."""
+        self.subject.keep_noise, noisy = True, list[Watched]()
+        with suppress(InputError):
+            noisy = self._session(range(len(self.calls)))
+        self.subject.keep_noise = False
+        ends = [torch.cat([*one[-1].updates[-1].after.values()]) for one in (self.calls, noisy) if one and one[-1].updates]
+        return relative_error(*ends) if len(ends) == 2 else 1.0
 
     def _state(self) -> dict[str, torch.Tensor]:
         """Return the checkpoint in float64, rounded where the step keeps a parameter in half precision."""

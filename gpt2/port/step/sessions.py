@@ -53,6 +53,7 @@ class StepSubject:
         self.module, self.make_step, self.vocabulary, self.note_stage = module, make_step, vocabulary, watch
         self.maker = getattr(make_step, "__name__", "make_step")
         self.without_casts, self.keep_casts = False, False  # whether it failed as its casts were removed; so they are kept
+        self.keep_noise = False  # whether normal noise is drawn; dropout is not
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
         self.halved: list[str] = []  # those in half precision
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
@@ -137,6 +138,7 @@ class StepSubject:
         device = next(iter(sampler.parameters.values())).device
         x, y = batch.ids.to(device), batch.targets.to(device)
         watch = Watch(self.module, sampler, self.vocabulary, keep_casts=as_written or self.keep_casts, as_written=as_written)
+        watch.keep_noise = self.keep_noise
         try:
             self.note_stage("step")
             with watch, torch.enable_grad():

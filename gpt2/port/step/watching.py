@@ -53,6 +53,9 @@ class Gradient(dict[str, Sampled]):
         """The Euclidean norm over all parameters."""
         return math.hypot(*(one.two for one in self.values()))
 
+    def times(self, factor: float) -> "Gradient":
+        return Gradient({name: one.times(factor) for name, one in self.items()})
+
     def follows(self, other: "Gradient") -> bool:
         """Return whether each parameter's is a multiple of the other's."""
         pairs = [(one.values, other[name].values) for name, one in self.items() if name in other]
@@ -76,11 +79,12 @@ class Update:
     gradient: Gradient = field(default_factory=Gradient)
     held: Gradient = field(default_factory=Gradient)
     backwards: int = 0
+    scale: float = 1.0  # what a GradScaler divided its gradient by
 
     def clipped(self, limit: float) -> "Update":
         """Return what it is if the gradient is clipped to this norm on its way from ``.grad``, where nobody sees it."""
-        used, share = self.gradient, min(1.0, limit / (self.gradient.total or math.inf))
-        return replace(self, held=used, gradient=Gradient({name: one.times(share) for name, one in used.items()}))
+        used = self.gradient
+        return replace(self, held=used, gradient=used.times(min(1.0, limit / (used.total or math.inf))), scale=1.0)
 
     def moves(self, name: str) -> bool:
         return not torch.equal(self.before[name], self.after[name])
@@ -161,14 +165,14 @@ class Watch(DeterministicMode):
 
     def __init__(self, module: nn.Module, sampler: Sampler, vocabulary: int, *, keep_casts: bool, as_written: bool) -> None:
         super().__init__(keep_casts=keep_casts, keep_random=as_written)
-        self.module, self.sampler, self.vocabulary = module, sampler, vocabulary
+        self.module, self.sampler, self.vocabulary, self.keep_noise = module, sampler, vocabulary, False
         self.seen, self._held = Watched(), Gradient()  # .grad after the last backward pass
         self._names: dict[int, list[str]] = {}  # of the parameters in each storage: they may be views of one buffer
         for name, parameter in sampler.parameters.items():
             self._names.setdefault(parameter.untyped_storage()._cdata, []).append(name)
         self._halves: set[int] = set()  # the widths of what is cast to half precision, or goes into a softmax in it
         self._open: Update | None = None
-        self._task = -1  # the autograd engine's number of the backward pass that runs
+        self._task, self._scale = -1, 1.0  # the autograd engine's number of the backward pass that runs; a GradScaler's scale
         self._head: Tensor | None = None  # the last result of a part of the module that may be the logits
 
     __torch_dispatch__ = OperatorMode.__torch_dispatch__  # without the short way: all operators come to `handle`
@@ -205,8 +209,10 @@ class Watch(DeterministicMode):
         if call.writes:
             named = call.named
             places = (tensor.untyped_storage()._cdata for one in call.kind.written for tensor in tensors(named.get(one)))
-            written, scale = [name for place in places for name in self._names.get(place, ())], named.get("grad_scale")
-            self._note(written, 1.0 if scale is None else 1 / float(scale))  # a fused optimizer divides by a GradScaler's scale
+            written, fused = [name for place in places for name in self._names.get(place, ())], named.get("grad_scale")
+            if fused is not None or "inv_scale" in named:  # by a GradScaler's scale a fused optimizer divides, or unscale_ before
+                self._scale = float(fused) if fused is not None else 1 / float(named["inv_scale"])
+            self._note(written, 1.0 if fused is None else 1 / self._scale)
         if name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
             self._halves.add(call.inputs[0].shape[-1])
         drops = name == "native_dropout" and args[2] is not False
@@ -220,7 +226,7 @@ class Watch(DeterministicMode):
                 self.seen.rounds = max(self.seen.rounds, torch.finfo(dtype).eps)
             if args[0].numel() == 1:
                 return call.run()
-        result = super().handle(call)
+        result = call.run() if self.keep_noise and name in NORMAL else super().handle(call)
         self.dropouts.clear()
         return result
 
@@ -241,8 +247,8 @@ class Watch(DeterministicMode):
             arrived = summed(self.seen.backwards[done : one.backwards])
             used = one.gradient or one.held or arrived
             held = arrived if used.follows(arrived) and not used.follows(one.held) else one.held if one.gradient else used
-            self.seen.updates.append(Update({**now, **one.before}, now, used, held, one.backwards))
-            self._open = None
+            self.seen.updates.append(Update({**now, **one.before}, now, used, held, one.backwards, self._scale))
+            self._open, self._scale = None, 1.0
 
     def _arrived(self, name: str, gradient: Tensor) -> None:
         """Note what arrives at a parameter; after an update (unless by a hook), or if it had some, in a new backward pass."""
