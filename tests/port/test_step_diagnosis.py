@@ -238,6 +238,8 @@ PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
 ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
 HELD = {"zero": "pass", "backward": "(loss / 2).backward()", "clip": "pass"}
 HELD["update"] = f"if step % 2: {LINES['clip']}; optimizer.step(); optimizer.zero_grad()"
+GROWING = {"prepare": SCALED["prepare"].replace(")", ", growth_interval=1)")}
+EACH_PART = {"backward": HEALED["step-per-micro-batch"][1], "update": "pass"}
 APART = "padding-in-average accumulation-not-averaged"
 STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "one buffer, clipped elsewhere": ("", FLAT, ""),
@@ -264,7 +266,11 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "another function": ("", {"prepare": "model.ln_f.register_forward_hook(lambda part, args, out: 2 * out)"}, None),
     "Lion, unclipped": ("hand", {"clip": "pass", "adam": LION}, "clip-missing optimizer-other"),
     "exchanged": ("hand any", {"adam": "p -= lr * m / (1 - b2**t) / ((v / (1 - b1**t)).sqrt() + 1e-8)"}, "bias-correction-step"),
-    "a scale that grows": ("scaled", {"prepare": SCALED["prepare"].replace(")", ", growth_interval=1)")}, ""),
+    "a scale that grows": ("scaled", GROWING, ""),
+    "the same, clipped before": ("scaled", GROWING | {"clip": HEALED["clip-before-unscaling"][1]}, "clip-before-unscaling"),
+    "a loss that is halved": ("", {"backward": "(loss * (0.5 if step else 1)).backward()"}, "gradient-scaled"),
+    "noise in a log": ("", {"labels": "torch.randn(3)"}, ""),
+    "Adagrad for each part": ("parts", EACH_PART | {"optimizer": "torch.optim.Adagrad(groups, lr)"}, "step-per-micro-batch"),
     "biases are not zeroed": ("", {"zero": "for p in params: p.grad = p.grad if p.ndim == 1 else None"}, "gradient-not-zeroed"),
     "noise": ("", {"clip": f"[p.grad.add_(torch.randn_like(p)) for p in params]; {LINES['clip']}"}, None),
     "parts averaged": ("parts", {"backward": "state[len(state)] = torch.autograd.grad(loss, params)", "clip": MEANS}, ""),
