@@ -105,7 +105,7 @@ class StepMoves:
         self._compare_rates()
         rule, at = self.rule, f"at a rate of {_listed(self.rates)}"
         name = "RMSprop (no first moment, no correction)" if rule.beta1 < 1e-6 and rule.correction == (0, 0) else "AdamW"
-        momentum = f" with {'the Nesterov' if rule.late else 'a'} momentum of {rule.beta1:.4g}"
+        momentum = f" with a{' Nesterov' * rule.late} momentum of {rule.beta1:.4g}"
         name = {"sgd": "SGD" + momentum * bool(rule.beta1), "lion": "Lion"}.get(rule.kind, name)
         if name != "AdamW":
             self._add("optimizer-sgd" if rule.kind == "sgd" else "optimizer-other", f"{name}, {at}")
