@@ -44,9 +44,8 @@ class StepExamination:
         self._require_training()
         self.scaled = self._scaled_sessions()
         tables = [name for name in self.roles.names_of("wte", "head") if name in self.sampler.parameters]
-        self.untied = (
-            tables[:2] if len(tables) > 1 and self.ours.config.tie_word_embeddings else []
-        )  # the token embedding and the head, if these are two in the step
+        # the token embedding and the head, if these are two in the step
+        self.untied = tables[:2] if len(tables) > 1 and self.ours.config.tie_word_embeddings else []
         self._clip_and_update()
         self._loss()
         self._gradients()
@@ -191,8 +190,12 @@ class StepExamination:
         except StepError as error:
             findings.notes.append(f"in float64 your step runs; as written it does not: {error}")
             calls = []
-        if any(call.half for call in [*self.calls, *calls * (not halved)]):
-            findings.add("logits-half-precision", "loss", "the softmax of the loss reads logits in half precision", OPERATORS)
+        exact, written = (any(call.half for call in some) for some in (self.calls, [] if halved else calls))
+        if exact or written:
+            words = (
+                "" if exact else "as written, in your own dtypes, "
+            ) + "the softmax of the loss reads logits in half precision"
+            findings.add("logits-half-precision", "loss", words, OPERATORS)
         if any(exact.changes and not written.changes for written, exact in zip(calls, self.calls, strict=False)):
             detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
             findings.add("update-skipped", "optimizer", detail, "parameters before and after the step")
