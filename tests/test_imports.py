@@ -103,7 +103,7 @@ def test_imports_inside_port_go_leftwards_only() -> None:
         ("fits/affine.py", "from gpt2.port.search.walk import search", {"search"}),
         ("fits/affine.py", "def f():\n    from gpt2.port import dump", {"dump"}),
         ("graph.py", "from gpt2.port.terms.places import Place\nfrom gpt2.port.alternatives import masks", {"alternatives"}),
-        ("search/walk.py", "from gpt2.port.fits import Fits\nfrom gpt2.model import GPT2", set()),
+        ("search/walk.py", "from gpt2.port.fits.affine import Norm\nfrom gpt2.model import GPT2", set()),
     ],
 )
 def test_a_planted_import_to_the_right_is_seen(place: str, source: str, found: set[str], monkeypatch: pytest.MonkeyPatch) -> None:

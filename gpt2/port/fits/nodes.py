@@ -36,9 +36,8 @@ def node_fit(model: Model, layer: int, node: str, state: State, seen: Observed) 
     """Return what ``node`` of a block computes from those in ``state`` to give ``seen``; None if nothing fits."""
     model.budget.check()
     rows = seen.wrong_rows()
-    return next(
-        filter(None, itertools.chain(_dropped(node, state, seen, rows), _numbers(model, layer, node, state, seen, rows))), None
-    )
+    fits = itertools.chain(_dropped(node, state, seen, rows), _numbers(model, layer, node, state, seen, rows))
+    return next(filter(None, fits), None)
 
 
 def _dropped(node: str, state: State, seen: Observed, rows: Tensor) -> Iterator[Fit | None]:

@@ -242,11 +242,11 @@ class Explainer:
         trial = None if fit is None else self.blocks.tried(base, _given(node, fit.value))
         if fit is None or trial is None:
             return None
-        inside = (fault.within(base.layer) for fault in fit.faults)  # one fault in all blocks, whatever numbers are fitted
-        faults = (
-            replace(one, kind=one.kind or f"{one.place.part} {re.sub('[0-9][0-9.e+-]*', '', one.detail)}") for one in inside
-        )
-        return replace(trial, alternatives=base.alternatives, faults=(*base.faults, *faults))
+        faults = list(base.faults)
+        for one in fit.faults:  # one fault in all blocks, whatever numbers are fitted
+            kind = one.kind or f"{one.place.part} {re.sub('[0-9][0-9.e+-]*', '', one.detail)}"
+            faults.append(replace(one.within(base.layer), kind=kind))
+        return replace(trial, alternatives=base.alternatives, faults=tuple(faults))
 
     def _confirmed(self, base: Trial, one: Alternative) -> int:
         """Return 2 if an array that is given as the value of a node explains the block, 1 if what follows is found, else 0."""
