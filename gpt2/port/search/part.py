@@ -26,6 +26,7 @@ SIGNIFICANT = 100.0  # a fitted factor or bias must explain an error of so many 
 BETTER = 2.0  # how many times smaller a fault's error must be than that of GPT-2's own formulas
 FLIPPED = 0.3  # of the error of GPT-2's own formulas, what may be left where two roundings went to neighbours
 LOGITS = (Place(None, "logits"),)
+VOCABULARY = "logits[..., n] is that of id n in the checkpoint's vocabulary: the head has wte's rows in their own order"
 SOFTMAXES: dict[str, Function] = {"softmax": lambda x: x.softmax(-1), "log_softmax": lambda x: x.log_softmax(-1)}
 
 
@@ -183,6 +184,12 @@ class Part:
         for fault, formula in LAST_STEPS:  # one token is soon computed
             if worst_relative_error(wanted[:, -1:], formula(logits[:, -1:])) <= NEARLY * self.allowed("logits"):
                 yield HeadCause(fault.id, fault.places, fault.detail, change=partial(lambda f, _, y: f(y), formula))
+        if worst_relative_error(*(one[:, -1:].sort().values for one in (wanted, logits))) <= NEARLY * self.allowed("logits"):
+            ranks = wanted.argsort().argsort()
+            order = logits.argsort().gather(-1, ranks).flatten(0, 1).mode(0).values  # in one row, near ones may change places
+            first = ", ".join(map(str, order[:6].tolist()))
+            words = f"the logits are in another order than the vocabulary: the first are those of the ids {first}"
+            yield HeadCause("wrong-tensor", LOGITS, words, mend=VOCABULARY, made=True, change=lambda _, y: y[..., order])
         apart = worst_relative_error(wanted, wanted.mean((0, 1), keepdim=True).expand_as(wanted))
         if wanted.shape[:2].numel() >= MIN_ROWS and apart > SIGNIFICANT * self.allowed("logits"):  # else a bias fits them alone
             bias = (wanted - logits).mean((0, 1), keepdim=True)
