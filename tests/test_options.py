@@ -57,7 +57,7 @@ def test_a_function_shows_the_fields_as_its_keywords() -> None:
             gpt2.compare(**{wrong: 1})
     model = gpt2.load(name=ASSET, offline=0, device=torch.device("cpu"))  # which it took by position alone
     for function, wrong, says in (
-        *((gpt2.compare, {"a": model, "b": "ct2/x", name: "x"}, f"{name} has no effect on") for name in ("dtype", "device")),
+        *((gpt2.compare, {"a": model, "b": b, k: "x"}, f"{k} has no") for b, k in (("ct2/x", "dtype"), ("port.py:f", "device"))),
         (gpt2.verify, {"seed": None}, "verify: seed is None; give a whole number"),
         (gpt2.compare, {"tokens": "x"}, "compare: tokens is 'x'; give a whole number or None"),
         (gpt2.trace, {"gradients": "no"}, "trace: gradients is 'no'; give True or False"),

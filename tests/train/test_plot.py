@@ -32,7 +32,7 @@ def test_pictures_of_one_run_and_of_several(tmp_path: Path) -> None:
     assert plot([a], tmp_path / "again.svg").read_text() == one
 
 
-def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
     a, empty = write(tmp_path / "a", [3.0, 2.0]), tmp_path / "empty"
     empty.mkdir()
     (empty / "metrics.jsonl").touch()
@@ -44,12 +44,12 @@ def test_what_cannot_be_drawn_is_one_line(tmp_path: Path, capsys: pytest.Capture
         ([a], "nowhere/x.png", "cannot be written"),
     ):
         assert says in refusal(plot, folders, tmp_path / out)
-    for name in ("x.png", "x.svg") * 2:  # an earlier one is replaced, and none that the user drew
-        assert main(["train", "plot", str(a), "--out", str(tmp_path / name)]) == 0
-        (own := tmp_path / f"own-{name}").write_bytes((tmp_path / name).read_bytes().replace(b"Loss curves", b"My curves"))
-        capsys.readouterr()
-        assert "your own file" in mistake(capsys, "train", "plot", str(a), "--out", str(own))
-    assert (tmp_path / "x.png").read_bytes().startswith(b"\x89PNG")
     assert "cannot be read" in mistake(capsys, "train", "plot", str(tmp_path / "none"))
     assert "the numbers are in RUN/metrics.jsonl" in mistake(capsys, "train", "plot", str(a), "--json", "-")
     assert "give one recipe only" in mistake(capsys, "train", "bigram", str(a))
+    monkeypatch.chdir(tmp_path)
+    for name, out in (("x.svg", ("--out", "x.svg")), ("loss.png", ())):  # an earlier one is replaced, and none that the user drew
+        assert main(words := ["train", "plot", str(a), *out]) == main(words) == len(capsys.readouterr().out) == 0
+        Path(name).write_bytes((drawn := Path(name).read_bytes()).replace(b"Loss curves", b"My curves"))
+        assert "your own file" in mistake(capsys, *words)
+    assert drawn.startswith(b"\x89PNG")
