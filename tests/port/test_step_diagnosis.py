@@ -80,9 +80,9 @@ LINES = {
     "decay": "p -= lr * weight_decay * p", "adam": "p -= lr * direction",
 }  # fmt: skip
 SCALED = {
-    "prepare": "scaler = torch.amp.GradScaler('cpu', init_scale=1024)", "backward": "scaler.scale(loss / grad_accum).backward()",
+    "prepare": "scaler = torch.amp.GradScaler('cpu', init_scale=1024, growth_interval=1)",  # a scale that grows in each call
     "clip": "scaler.unscale_(optimizer); torch.nn.utils.clip_grad_norm_(params, max_norm)",
-    "update": "scaler.step(optimizer); scaler.update()",
+    "update": "scaler.step(optimizer); scaler.update()", "backward": "scaler.scale(loss / grad_accum).backward()",
 }  # fmt: skip
 SET = {
     "optim.lr": 1e-3, "optim.warmup": 3, "optim.beta1": 0.9, "optim.beta2": 0.95, "optim.weight_decay": 0.1, "optim.clip": 0.05,
@@ -236,9 +236,7 @@ LION = "m = state.get(-id(p), 0); p -= lr * (0.9 * m + 0.1 * p.grad).sign(); sta
 LAMB = "u = direction + weight_decay * p; p -= lr * u * p.norm() / u.norm()"
 PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
 ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
-HELD = {"zero": "pass", "backward": "(loss / 2).backward()", "clip": "pass"}
-HELD["update"] = f"if step % 2: {LINES['clip']}; optimizer.step(); optimizer.zero_grad()"
-GROWING = {"prepare": SCALED["prepare"].replace(")", ", growth_interval=1)")}
+HELD = {"zero": "pass", "backward": "(loss / 2).backward()", "clip": "pass", "update": f"if step % 2: optimizer.step(); {ZERO}"}
 EACH_PART = {"backward": HEALED["step-per-micro-batch"][1], "update": "pass"}
 APART = "padding-in-average accumulation-not-averaged"
 STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
@@ -260,16 +258,13 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "rolled and shifted": ("", {"loss": ROLLED}, "labels-shifted-twice last-token-in-loss"),
     "a padded row's last": ("padded short", {"labels": "labels = labels.masked_fill(labels == 0, -100)"}, "token-ignored"),
     "rounded weights": ("", {"prepare": "model.h[0].attn.c_attn.weight.data.mul_(1 + 1e-7)"}, ""),
-    "columns cut off": ("", {"prepare": PAD, "loss": "F.cross_entropy(logits[:, :67], targets)"}, ""),
+    "columns, noise": ("", {"prepare": PAD, "loss": "F.cross_entropy(logits[:, :67], targets)", "labels": "torch.randn(3)"}, ""),
     "hooks of all": ("", {"prepare": "[p.register_hook(lambda g: g / 2) for p in model.parameters()]"}, "gradient-scaled"),
     "other ids": ("", {"labels": "x = x.clone(); x[:, 3] = 5"}, None),
     "another function": ("", {"prepare": "model.ln_f.register_forward_hook(lambda part, args, out: 2 * out)"}, None),
     "Lion, unclipped": ("hand", {"clip": "pass", "adam": LION}, "clip-missing optimizer-other"),
     "exchanged": ("hand any", {"adam": "p -= lr * m / (1 - b2**t) / ((v / (1 - b1**t)).sqrt() + 1e-8)"}, "bias-correction-step"),
-    "a scale that grows": ("scaled", GROWING, ""),
-    "the same, clipped before": ("scaled", GROWING | {"clip": HEALED["clip-before-unscaling"][1]}, "clip-before-unscaling"),
     "a loss that is halved": ("", {"backward": "(loss * (0.5 if step else 1)).backward()"}, "gradient-scaled"),
-    "noise in a log": ("", {"labels": "torch.randn(3)"}, ""),
     "Adagrad for each part": ("parts", EACH_PART | {"optimizer": "torch.optim.Adagrad(groups, lr)"}, "step-per-micro-batch"),
     "biases are not zeroed": ("", {"zero": "for p in params: p.grad = p.grad if p.ndim == 1 else None"}, "gradient-not-zeroed"),
     "noise": ("", {"clip": f"[p.grad.add_(torch.randn_like(p)) for p in params]; {LINES['clip']}"}, None),
@@ -277,7 +272,7 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "Nesterov": ("", {"optimizer": "torch.optim.SGD(params, lr, 0.9, nesterov=True)"}, "optimizer-sgd"),
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "a penalty": ("", {"loss": f"{LINES['loss']} + 0.05 * sum((p**2).sum() for p in params if p.ndim > 1)"}, "decay-coupled"),
-    "over two calls": ("", HELD, "update-skipped"),
+    "over two calls": ("free", HELD, "update-skipped"),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }
 
