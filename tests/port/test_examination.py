@@ -228,8 +228,8 @@ def test_one_gain_of_a_norm_and_a_factor_behind_the_activation(model: gpt2.GPT2)
 
 
 def test_stacked_terms_are_summed_and_joined_units_are_not(model: gpt2.GPT2) -> None:
-    """Stacked embeddings were norms exchanged, beside zeros again; a mean hid what follows it, a sum as a product with ones too;
-    joined units ended in a traceback. Scores of heads that were stacked are no terms either."""
+    """Stacked embeddings were norms exchanged, beside zeros again; a mean hid what follows it, as a product with ones
+    too, and then stacked terms; joined units ended in a traceback. Scores of heads that were stacked are no terms either."""
 
     def weigh(q: Tensor, k: Tensor) -> Tensor:
         of = torch.stack([(one / math.sqrt(q.shape[-1])).exp().tril() for one in (q @ k.mT).unbind(1)], 1)
@@ -239,7 +239,8 @@ def test_stacked_terms_are_summed_and_joined_units_are_not(model: gpt2.GPT2) -> 
         x = 2 * torch.stack([x, attend(block, block.ln_1(x), weigh)]).mean(0)
         joined = torch.stack([one * 1.0 for one in x.unbind(-1)], -1)
         far, (weight, bias) = joined - joined.sum(-1, keepdim=True) / CONFIG.n_embd, block.ln_2.parameters()
-        return x + block.mlp(far / (far.square() @ x.new_ones(CONFIG.n_embd, 1) / CONFIG.n_embd + 1e-5).sqrt() * weight + bias)
+        y = block.mlp(far / (far.square() @ x.new_ones(CONFIG.n_embd, 1) / CONFIG.n_embd + 1e-5).sqrt() * weight + bias)
+        return torch.einsum("k,kbtd->btd", x.new_ones(2), torch.stack([x, y]) * 1.0)
 
     def forward(ids: Tensor) -> Tensor:
         x = torch.stack([x := parts["wte"](ids), parts["wpe"].weight[: ids.shape[1]].expand_as(x), torch.zeros_like(x)]).sum(0)
@@ -248,6 +249,8 @@ def test_stacked_terms_are_summed_and_joined_units_are_not(model: gpt2.GPT2) -> 
     module = port(model, layer)
     module.forward, parts = forward, module.transformer
     assert gpt2.load_into(module, model).ok
+    with pytest.raises(gpt2.InputError, match="a product with a constant matrix"):  # a bare StopIteration
+        gpt2.load_into(port(model, lambda block, x: x @ x.new_ones(CONFIG.n_embd, CONFIG.n_embd).tril() + block.ln_1.bias), model)
 
 
 def test_cosines_of_rounded_frequencies_are_found(model: gpt2.GPT2) -> None:

@@ -135,7 +135,10 @@ class Stream:
                 continue
             node, results = self.recording.nodes[number], self.flow.results(number)
             if not len(results):  # not the last token's
-                results = next(iter(self.flow.by_place(number, torch.arange(node.start, node.stop)).values()))
+                if not (placed := self.flow.by_place(number, torch.arange(node.start, node.stop))):
+                    name = self.recording.name(int(touch.ids.amax()))
+                    raise NotGPT2(f"its forward adds {name} to what is of no known token, as a product with a constant matrix is")
+                results = next(iter(placed.values()))
             ids = touch.ids.flatten()[results - node.start]
             if len(ids) == self.width and self.flow.owner(self.flow.root(results)) in self._starts:
                 name = self.recording.name(int(ids[0]))

@@ -326,9 +326,23 @@ class Graph:
         shape = tuple(operands[0].shape[:-1])
         known = [operand for operand in operands if any(self.dependence(operand))]
         if len(known) < 2:  # one factor is a constant; one number at all places makes it a sum
-            constant, _ = a if any(self.dependence(operands[1])) else b
-            return self.add(NodeKind.REDUCTION if len(constant.unique()) == 1 else NodeKind.OTHER, op, shape, *known)
+            (constant, _), ids = (a, operands[1]) if any(self.dependence(operands[1])) else (b, operands[0])
+            if len(constant.unique()) > 1 or isinstance(ids, Region):
+                return self.add(NodeKind.OTHER, op, shape, *known)
+            terms = self.stacked(shape, ids)
+            return self.add(NodeKind.REDUCTION, op, shape, *known) if terms is None else terms
         return self.add(NodeKind.CONTRACTION, op, shape, *operands)
+
+    def stacked(self, shape: tuple[int, ...], ids: Tensor) -> Tensor | None:
+        """Add a sum over the last axis of tensors that were stacked; None for the units of a token."""
+        made = ids
+        while (node := self.owner(made)) is not None and node.kind is NodeKind.ELEMENTWISE and len(node.tensors) == 1:
+            made = node.tensors[0][node.place(made)]  # of what a stack was multiplied by
+        slices = [(one, own) for one, own in zip(ids.unbind(-1), made.unbind(-1), strict=True) if bool((own != NO_ID).any())]
+        owners = {id(self.owner(own)) for _, own in slices if self.owner(own) or self.is_source(own)}
+        if node is not None or len(owners) < len(slices) or without_repeats(ids[..., 0]).numel() <= self.count or not slices:
+            return None
+        return self.elementwise("add", shape, *(one.view(shape) for one, _ in slices))
 
     def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
         """Return the ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""

@@ -85,11 +85,9 @@ def _sum(graph: Graph, named: dict[str, Any], shape: torch.Size) -> Tensor | Non
     x, dims = named["self"], named.get("dim")
     if (ids := graph.of(x)) is None:
         return None
-    if (node := graph.owner(ids)) is None:  # of tensors that were stacked, and not of the units of a token that were joined
-        slices = ids.unbind(dims[0]) if isinstance(dims, list) and len(dims) == 1 and shape.numel() > graph.count else ()
-        slices = tuple(one for one in slices if bool((one != NO_ID).any()))  # without constants, as zeros
-        owners = {id(graph.owner(one)) for one in slices if graph.owner(one) or graph.is_source(one)}
-        return graph.elementwise("add", shape, *(one.view(shape) for one in slices)) if len(owners) == len(slices) > 0 else None
+    terms = graph.stacked(shape, ids.movedim(dims[0], -1)) if isinstance(dims, list) and len(dims) == 1 else None
+    if terms is not None or (node := graph.owner(ids)) is None:
+        return terms
     longer = node.kind is NodeKind.CONTRACTION and node.weight is not None
     product = node.op == "mul" and len(node.tensors) == 2 and not torch.equal(*node.tensors)
     if not longer and not product:
