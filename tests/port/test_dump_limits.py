@@ -114,6 +114,8 @@ def test_a_dump_of_one_token_is_of_a_forward_pass() -> None:
     found = gpt2.diagnose(wrong, MODEL)
     assert causes(found) == [("gelu-variant", "h.*.mlp.act")]
     assert found.causes[0].confidence == SURE  # from its own values: they are no bias at each token
+    logits = trace(MODEL, IDS)["logits"]  # those of one row, beside others
+    assert gpt2.diagnose({"one": 1.1 * logits[:1], "two": logits[1:], "ids": IDS}, MODEL).ok
 
 
 def nearly_itself(c: Site, s: State) -> Tensor:
@@ -165,12 +167,14 @@ def first_columns(layer: int) -> Formula:
 
 
 def test_a_bias_of_some_columns_is_missing() -> None:
-    """It was called another tensor's bias, because it is not the checkpoint's."""
-    values = SIMULATION.trace(everywhere("mlp.c_fc", first_columns))
-    (cause,) = gpt2.diagnose(
+    """It was called another tensor's bias, because it is not the checkpoint's. A sum of two scales in each block is one fault."""
+    sums = [lambda c, s, n=n: (0.7 + n / 20) * s["x"] + s["attn.c_proj"] for n in range(MODEL.config.n_layer)]
+    values = SIMULATION.trace(Program({n: {"mid": of, "mlp.c_fc": first_columns(n)} for n, of in enumerate(sums)}))
+    scaled, absent = gpt2.diagnose(
         dump({p: v for p, v in values.items() if p in SIMULATION.trace(Program())}, torch.float32), MODEL
     ).causes
-    assert (cause.id, "columns 10 to" in cause.detail) == ("missing-bias", True)
+    assert (absent.id, "columns 10 to" in absent.detail) == ("missing-bias", True)
+    assert (scaled.id, scaled.where) == ("residual-scaled", "h.*.mid")
 
 
 @pytest.mark.slow

@@ -86,12 +86,17 @@ def wrong_by(model: GPT2, ids: Tensor, faults: dict[str, tuple[int | None, ...]]
     return simulation.trace(program)
 
 
-def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT2, ids: Tensor) -> None:
+def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(
+    model: GPT2, ids: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """All shifts of positions were kept: 12 GB for token 500 at gpt2's shape. Scores of 768 heads and 1,024 tokens: 3 GB."""
     simulation = Model(model.state_dict(), CONFIG, ids)
-    faults = Faults(Part(simulation, "logits", None, {"logits": model(ids).detach()}, {}))
+    faults = Faults(part := Part(simulation, "logits", None, {"logits": model(ids).detach()}, {}))
     early, late = (faults.since(token) for token in (2, 6))
     assert len(late) <= len(early) + 3
+    assert table(simulation.on_ids(ids[:, :3])) is not table(simulation)
+    monkeypatch.setattr("gpt2.port.graph.SMALL", 0)  # a large model, whose search in float32 had no limit of work
+    assert Batch(part, 1).model.budget is simulation.budget
 
 
 def test_no_fault_is_the_model_itself(model: GPT2, ids: Tensor) -> None:
