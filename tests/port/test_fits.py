@@ -51,14 +51,12 @@ FAULTS: dict[str, tuple[str, str, str, Change]] = {
     ),
     "temperature in steps": ("scale-wrong", "from token 5 on", "h.0.attn.weights", slower_steps),
 }
+QUICK = (None, "columns backwards")
 
 
 @pytest.fixture(scope="module")
 def bed(tmp_path_factory: pytest.TempPathFactory) -> FourteenthBed:
     return FourteenthBed(Path(tmp_path_factory.mktemp("fits")) / "one", SHAPE)
-
-
-QUICK = (None, "columns backwards")
 
 
 @pytest.mark.parametrize("fault", [pytest.param(f, marks=[pytest.mark.slow] * (f not in QUICK)) for f in (None, *FAULTS)])
@@ -97,8 +95,7 @@ def said(fits: object) -> list[str]:
 
 
 def c_fc() -> tuple[Linear, torch.Tensor, torch.Tensor]:
-    name = "h.0.mlp.c_fc"
-    weight, bias = STATE[f"{name}.weight"], STATE[f"{name}.bias"]
+    weight, bias = STATE["h.0.mlp.c_fc.weight"], STATE["h.0.mlp.c_fc.bias"]
     return Linear("mlp.c_fc", weight, bias, {}), weight, bias
 
 
@@ -208,7 +205,6 @@ def test_dropout_is_seen_in_any_stage_by_its_share_and_its_factor(p: float) -> N
 
 def test_an_array_is_tried_once_in_each_order_of_its_axes() -> None:
     """In a batch of one, each order came four times: the two likeliest arrays were one, and the twelve tried were three."""
-    entry = random(5, 6)
-    orders = list(laid(entry, (1, 5, 2, 3)))
+    orders = list(laid(entry := random(5, 6), (1, 5, 2, 3)))
     assert torch.equal(orders[0].reshape(5, 6), entry)
     assert len({tuple(one.flatten().tolist()) for one in orders}) == len(orders)

@@ -193,9 +193,8 @@ class StepExamination:
         in_float64 = any(call.half for call in self.calls)
         if in_float64 or any(call.half for call in calls * (not halved)):
             run = "" if in_float64 else "as written, in your own dtypes, "
-            findings.add(
-                "logits-half-precision", "loss", f"{run}the softmax of the loss reads logits in half precision", OPERATORS
-            )
+            detail = f"{run}the softmax of the loss reads logits in half precision"
+            findings.add("logits-half-precision", "loss", detail, OPERATORS)
         if any(exact.changes and not written.changes for written, exact in zip(calls, self.calls, strict=False)):
             detail = "as written, in your own dtypes, a step changes no parameter; in float64 it does"
             findings.add("update-skipped", "optimizer", detail, "parameters before and after the step")
