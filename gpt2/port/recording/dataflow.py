@@ -338,11 +338,11 @@ class Graph:
         made = ids
         while (node := self.owner(made)) is not None and node.kind is NodeKind.ELEMENTWISE and len(node.tensors) == 1:
             made = node.tensors[0][node.place(made)]  # of what a stack was multiplied by
+        if node is not None or without_repeats(ids[..., 0]).numel() <= self.count:
+            return None
         slices = [(one, own) for one, own in zip(ids.unbind(-1), made.unbind(-1), strict=True) if bool((own != NO_ID).any())]
         owners = {id(self.owner(own)) for _, own in slices if self.owner(own) or self.is_source(own)}
-        if node is not None or len(owners) < len(slices) or without_repeats(ids[..., 0]).numel() <= self.count or not slices:
-            return None
-        return self.elementwise("add", shape, *(one.view(shape) for one, _ in slices))
+        return self.elementwise("add", shape, *(one.view(shape) for one, _ in slices)) if len(owners) == len(slices) > 0 else None
 
     def _operand(self, tensor: Tensor, view: Callable[[Tensor], Tensor]) -> Tensor | Region:
         """Return the ids of ``view(tensor)``, where ``view`` makes views only; as a region for a source."""
