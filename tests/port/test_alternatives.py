@@ -207,8 +207,7 @@ def test_a_fault_of_some_calls_is_in_these_alone() -> None:
     for which, tokens in ((Which.FIRST, slice(0, 4)), (Which.LATER, slice(4, None))):
         made = logits(scheduled(relu, Schedule("", calls, which)))
         assert apart(made[:, tokens], right[:, tokens]) > 1e-3
-    first = logits(scheduled(relu, Schedule("", calls, Which.FIRST)))
-    assert apart(first[:, :4], wrong[:, :4]) < NOTHING
+    assert apart(logits(scheduled(relu, Schedule("", calls, Which.FIRST)))[:, :4], wrong[:, :4]) < NOTHING
 
 
 def test_two_edits_of_one_node_are_merged_if_one_changes_what_is_there() -> None:

@@ -110,8 +110,7 @@ def test_a_fault_that_logits_do_not_show_is_named(name, model):
     """The logits of these two ports are right, and yet the ports are faulty in use."""
     module = PORTS[name].build(TWO).float()
     PORTS[name].fill(module, model.state_dict())
-    found = diagnose(module, model)
-    assert [cause.id for cause in found.causes] == [FAULTY_AFTER_ALL[name]]
+    assert [cause.id for cause in diagnose(module, model).causes] == [FAULTY_AFTER_ALL[name]]
 
 
 def test_positions_that_count_padding_are_said(directory, model):

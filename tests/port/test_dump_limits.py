@@ -46,8 +46,7 @@ def test_a_program_that_widens_its_numbers_on_the_way_computed_in_float32(monkey
     mixed = {point: value for point, value in mixed.items() if not point.endswith(("heads", "attn.q", "attn.k", "attn.v"))}
     assumed: list[torch.dtype] = []
     monkeypatch.setattr("gpt2.port.dump.dumped.measured", lambda *given: assumed.append(given[-1]) or measured(*given))
-    diagnosis = gpt2.diagnose({**mixed, "ids": IDS}, MODEL)
-    assert causes(diagnosis) == [("gelu-variant", "h.*.mlp.act")]
+    assert causes(gpt2.diagnose({**mixed, "ids": IDS}, MODEL)) == [("gelu-variant", "h.*.mlp.act")]
     assert assumed == [torch.float32]  # and no half of the work in float64
 
 
@@ -170,9 +169,8 @@ def test_a_bias_of_some_columns_is_missing() -> None:
     """It was called another tensor's bias, because it is not the checkpoint's. A sum of two scales in each block is one fault."""
     sums = [lambda c, s, n=n: (0.7 + n / 20) * s["x"] + s["attn.c_proj"] for n in range(MODEL.config.n_layer)]
     values = SIMULATION.trace(Program({n: {"mid": of, "mlp.c_fc": first_columns(n)} for n, of in enumerate(sums)}))
-    scaled, absent = gpt2.diagnose(
-        dump({p: v for p, v in values.items() if p in SIMULATION.trace(Program())}, torch.float32), MODEL
-    ).causes
+    shown = {point: values[point] for point in SIMULATION.trace(Program())}
+    scaled, absent = gpt2.diagnose(dump(shown, torch.float32), MODEL).causes
     assert (absent.id, "columns 10 to" in absent.detail) == ("missing-bias", True)
     assert (scaled.id, scaled.where) == ("residual-scaled", "h.*.mid")
 

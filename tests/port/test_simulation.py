@@ -86,16 +86,14 @@ def wrong_by(model: GPT2, ids: Tensor, faults: dict[str, tuple[int | None, ...]]
     return simulation.trace(program)
 
 
-def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(
-    model: GPT2, ids: Tensor, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT2, ids: Tensor) -> None:
     """All shifts of positions were kept: 12 GB for token 500 at gpt2's shape. Scores of 768 heads and 1,024 tokens: 3 GB."""
     simulation = Model(model.state_dict(), CONFIG, ids)
     faults = Faults(part := Part(simulation, "logits", None, {"logits": model(ids).detach()}, {}))
     early, late = (faults.since(token) for token in (2, 6))
     assert len(late) <= len(early) + 3
     assert table(simulation.on_ids(ids[:, :3])) is not table(simulation)
-    monkeypatch.setattr("gpt2.port.graph.SMALL", 0)  # a large model, whose search in float32 had no limit of work
+    simulation._parameters = 1 << 40  # a large model, whose search in float32 had no limit of work
     assert Batch(part, 1).model.budget is simulation.budget
 
 
@@ -166,11 +164,8 @@ def test_a_head_of_its_own_is_seen_where_there_are_enough_positions(model: GPT2)
 @pytest.mark.slow
 def test_logits_that_are_the_same_everywhere_show_no_bias(model: GPT2, ids: Tensor) -> None:
     """A norm over a batch of one row erases everything, and a fitted bias then gave any logits that no position changes."""
-    logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64).expand(
-        1, ids.shape[1], -1
-    )
-    explanation = explained(model, ids[:1], {"logits": logits}, 1e-9, 400_000)
-    assert not explanation.hypotheses
+    logits = torch.randn(CONFIG.vocab_size, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    assert not explained(model, ids[:1], {"logits": logits.expand(1, ids.shape[1], -1)}, 1e-9, 400_000).hypotheses
     with torch.no_grad():
         biased = model(ids[:1]) + logits
     explanation = explained(model, ids[:1], {"logits": biased}, 1e-9, 400_000)
@@ -181,8 +176,8 @@ def test_a_fault_of_the_last_norm_is_no_head_of_its_own(model: GPT2) -> None:
     """Free weights of the head make up for a wrong last norm; the known fault must be preferred."""
     ids = torch.randint(CONFIG.vocab_size, (2, 11), generator=torch.Generator().manual_seed(4))
     values = wrong_by(model, ids, {"the weight is not applied": (None,)})
-    explanation = explained(model, ids, {"embed": values["embed"], "h.1": values["h.1"], "logits": values["logits"]})
-    assert named(explanation)[0] == [("layernorm-without-affine", "ln_f")]
+    shown = {point: values[point] for point in ("embed", "h.1", "logits")}
+    assert named(explained(model, ids, shown))[0] == [("layernorm-without-affine", "ln_f")]
 
 
 OF_PROMPTS = ("is ReLU;", "gelu-variant"), ("without transposing back", "head-layout")
