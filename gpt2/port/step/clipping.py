@@ -28,7 +28,7 @@ class ClipKind(NamedTuple):
 
 
 NORM = ClipKind("clip-threshold", "the norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, g.total))
-MAX = ClipKind("clip-norm", "its max norm is clipped to {:.6g}", lambda g: dict.fromkeys(g, max(x.largest for x in g.values())))
+MAX = ClipKind("clip-norm", "its largest entry is cut to {:.6g}", lambda g: dict.fromkeys(g, max(x.largest for x in g.values())))
 EACH = ClipKind("clip-per-tensor", "that of each parameter is clipped to {:.6g}", lambda g: {n: one.two for n, one in g.items()})
 ENTRY = ClipKind("clip-by-value", "entries beyond {:.6g} are cut", lambda g: {n: one.largest for n, one in g.items()})
 WAYS = (NORM, MAX, EACH, ENTRY)  # of two that explain the gradients as well, the first
