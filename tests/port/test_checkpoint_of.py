@@ -77,7 +77,7 @@ def test_the_config_is_found_from_what_the_module_computes(last: str) -> None:
     """No tensor shows an activation, an epsilon or a scale. Where last projections are zero, no logit shows them either."""
     same = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
     for changes in variants():
-        config = replace(CONFIG, n_inner=20, **changes)
+        config = replace(CONFIG, n_layer=2, n_inner=20, **changes)  # a scale by layer shows in the second
         with torch.random.fork_rng():
             torch.manual_seed(0)
             module = GPT2(config)

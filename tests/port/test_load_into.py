@@ -67,7 +67,7 @@ FAULTS = [
     ("fused", "final-norm-missing", "final-norm-missing at ln_f: your module has no last norm", "ln_f"),
     ("fused", "position-sinusoidal", "position-missing at wpe: your module has no learned positions", "wpe"),
     ("fused", "position-missing", "what your module lacks is the only difference from the checkpoint", "wpe"),
-    ("fused", "layer-missing@1", "layer-missing at h.1: your forward runs 2 of the checkpoint's 3 blocks", "blocks.1."),
+    ("fused", "layer-missing@1", "layer-missing at h.1: your forward runs 1 of the checkpoint's 2 blocks", "blocks.1."),
     ("fused", "layer-repeated@1", "layer-repeated at h.1: your attention runs 2 times", None),
     ("fused", "noise", "your module gives other logits every time", None),
 ]
