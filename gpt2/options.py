@@ -20,6 +20,7 @@ S = TypeVar("S")
 F = TypeVar("F", bound=Callable[..., Any])
 OWN = (*SMALL, "recipe.json", "metrics.jsonl", "model.safetensors", "README.md")  # names in the folder of a model or a run
 PICTURE = "Loss curves of gpt2 train plot"  # its title, by which such a picture is known
+# How each kind of result begins, an .npz also ends: only such a file may be replaced by the next one.
 RESULTS = (
     rb'\{\s*"json_version": \d',
     rb'.{8}\{"__metadata__":\{"format":"pt","about":"\{\\"format\\": \\"gpt2-toolkit ',  # a trace, or what --save keeps

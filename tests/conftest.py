@@ -26,6 +26,7 @@ LOGGERS = [logging.getLogger(name) for name in ("root", "gpt2")]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep small files in memory where there is room: a disk took a third of the time. The slow tests write gigabytes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's job in the background ignores it, and its children do
     memory, quick = Path("/dev/shm"), config.option.markexpr in ("not slow", "kernels and not slow")
     if quick and memory.is_dir() and shutil.disk_usage(memory).free > 4e9:
         os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
