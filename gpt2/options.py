@@ -134,7 +134,7 @@ def require_sense(settings: Command) -> None:
 
 
 def require_outputs(settings: Command) -> None:
-    """Raise InputError: an output that cannot be written, or would replace another file than an earlier result, or a model's."""
+    """Raise InputError: an output cannot be written, or would replace a file that is neither empty nor an earlier result."""
     outputs = [each for each in fields(settings) if "writes" in each.metadata]
     others = [vars(settings)[a.name] for a in fields(settings) if not {"prompt", "stop", "writes"} & {a.name, *a.metadata}]
     texts = [str(text) for value in others for text in (value if isinstance(value, tuple) else (value,))]
