@@ -39,7 +39,7 @@ STEP = "diagnose the step itself: gpt2 diagnose FILE.py:build --step FILE.py:mak
 FEWER = "write fewer tokens"
 DICTIONARY = "{'descr': '<f4', 'fortran_order': False, 'shape': (2, 16), }"
 RIGHT = f"a right one begins with \\x93NUMPY, the bytes 1 0 118 0, {DICTIONARY}, spaces, and a newline as byte 127"
-SAVE = f"save them as integers under the name {IDS[0]} (or {', '.join(IDS[1:])}), shape (T,) or (B, T)"
+SAVE = f"give integers, in a dump under the name {IDS[0]} (or {', '.join(IDS[1:])}), shape (T,) or (B, T)"
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def dump_of(arrays: Mapping[str, Any], config: GPT2Config, source: str = "your a
     if key is not None:
         given = tensors.pop(key)
         _refuse_steps(tensors, given, config, source)
-        ids = _ids(given, f"{source}: {shown(key)}", config)
+        ids = as_ids(given, f"{source}: {shown(key)}", config)
     if ids is None:
         raise InputError(f"{source}: holds no token ids; {SAVE}")
     floats = {name: tensor for name, tensor in tensors.items() if tensor.dtype in FLOATS and tensor.numel()}
@@ -136,19 +136,22 @@ def _refuse_steps(tensors: Mapping[str, Tensor], ids: Tensor, config: GPT2Config
         raise InputError(f"{source}: holds {what}: training steps are not read from a dump; {STEP}")
 
 
-def _ids(given: Tensor, where: str, config: GPT2Config) -> Tensor:
-    """Return ids (B, T). Raises InputError: another shape, no whole numbers, too many, or not in the vocabulary."""
+def as_ids(values: Any, where: str, config: GPT2Config, *, also: int = 0) -> Tensor:
+    """Return an array of ids as int64 (B, T); ``also`` is allowed beside the vocabulary.
+
+    Raises InputError: another shape, no whole numbers, too many, or not in the vocabulary.
+    """
+    given = _tensor(values, where)
     shape = tuple(given.shape)
     if given.ndim not in (1, 2) or not given.numel():
         raise InputError(f"{where}: has shape {shape}, and ids are (T,) or (B, T); {SAVE}")
     if given.dtype == torch.bool or (given.is_floating_point() and not bool((given == given.round()).all())):
         raise InputError(f"{where}: holds {str(given.dtype).removeprefix('torch.')} values that are not ids; {SAVE}")
     ids = given.long().reshape(-1, shape[-1])
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high >= config.vocab_size:
-        wrong = low if low < 0 else high
-        known = f"the model knows 0 to {config.vocab_size - 1}; is --model the right one?"
-        raise InputError(f"{where}: holds the id {wrong}, and {known}")
+    outside = ids[(ids >= config.vocab_size) | ((ids < 0) & (ids != also))]
+    if len(outside):
+        known = f"the model knows 0 to {config.vocab_size - 1:,}; is it the right model?"
+        raise InputError(f"{where}: holds the id {int(outside[0])}, and {known}")
     if shape[-1] > config.n_positions:
         raise InputError(f"{where}: has {shape[-1]} tokens in a row, and the model has {config.n_positions} positions; run fewer")
     require_memory(8 * points_size(config, *ids.shape) // config.n_layer, f"{where}: {len(ids):,} rows", "run fewer")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import Checkpoint
-from gpt2.config import GPT2Config, quoted
+from gpt2.config import quoted
 from gpt2.data.files import decoded, read_all, reading
 from gpt2.errors import InputError
 from gpt2.measure.dumps import read_npy
@@ -29,26 +29,6 @@ class TokenRows:
     ids: Tensor
     targets: Tensor
     source: str
-
-
-def as_rows(ids: object, what: str, config: GPT2Config, *, also: int = 0) -> Tensor:
-    """Return ids, an array (T,) or (B, T) of any integers, as int64 (B, T); ``also`` is allowed beside the vocabulary.
-
-    Raises InputError: they are not ids of this model.
-    """
-    array = ids.detach().cpu().numpy() if isinstance(ids, Tensor) else np.asarray(ids)
-    if array.dtype.kind not in "iu":
-        raise InputError(f"{what}: holds {array.dtype} of the shape {list(array.shape)}; give whole numbers, token ids")
-    if array.ndim not in (1, 2) or not array.size:
-        raise InputError(f"{what}: has the shape {list(array.shape)}; give ids of the shape (tokens,) or (rows, tokens)")
-    array = array[None] if array.ndim == 1 else array
-    outside = (array >= config.vocab_size) | ((array < 0) & (array != also))
-    if outside.any():
-        bad = int(array[outside][0])
-        raise InputError(f"{what}: id {bad} is outside the model's vocabulary of {config.vocab_size:,}; give its own ids")
-    if array.shape[1] > config.n_positions:
-        raise InputError(f"{what}: {array.shape[1]:,} tokens in a row, the model has {config.n_positions:,} positions; cut them")
-    return torch.from_numpy(array.astype(np.int64))
 
 
 def read_ids(path: str | Path) -> np.ndarray:

@@ -16,6 +16,7 @@ from gpt2.checkpoint.names import DEFAULT, FLOATS, ModelName, Name
 from gpt2.checkpoint.saving import sha256
 from gpt2.config import GPT2Config, quoted
 from gpt2.errors import InputError
+from gpt2.measure.dumps import as_ids
 from gpt2.measure.environment import Environment, dtype_label, environment
 from gpt2.measure.metrics import Progress, silent
 from gpt2.measure.placement import placed
@@ -23,7 +24,7 @@ from gpt2.measure.tracing import layer_of
 from gpt2.pages.reports import Printed, Section, as_json, numbers
 from gpt2.traces import arrays
 from gpt2.traces.arrays import meaning
-from gpt2.traces.batch import NO_TARGET, TokenRows, as_rows, default_batch, read_ids
+from gpt2.traces.batch import NO_TARGET, TokenRows, default_batch, read_ids
 from gpt2.traces.files import write
 
 FIRST = 3  # values shown of each array
@@ -185,11 +186,11 @@ def _batch(
     if text is not None or tokens is not None:
         raise InputError(f"ids are given, so {'text' if text is not None else 'tokens'} has no effect; give one of them")
     what = str(ids) if isinstance(ids, str | Path) else "ids"
-    rows = as_rows(read_ids(ids) if isinstance(ids, str | Path) else ids, what, checkpoint.config)
+    rows = as_ids(read_ids(ids) if isinstance(ids, str | Path) else ids, what, checkpoint.config)
     if targets is None:
         following = torch.cat((rows[:, 1:], rows.new_full((len(rows), 1), NO_TARGET)), dim=1)
     else:
-        following = as_rows(targets, "targets", checkpoint.config, also=NO_TARGET)
+        following = as_ids(targets, "targets", checkpoint.config, also=NO_TARGET)
         if following.shape != rows.shape:
             raise InputError(f"targets: have the shape {list(following.shape)}, the ids {list(rows.shape)}; give one for each id")
     return TokenRows(rows, following, "the ids given" if what == "ids" else what)

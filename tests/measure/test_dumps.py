@@ -64,15 +64,15 @@ def test_the_debug_state_of_llmc_is_read(tmp_path: Path) -> None:
 
 BAD = {
     "padding": ({"ids": IDS, "attention_mask": np.array([[0, 1, 1], [1, 1, 1]]), "logits": LOGITS}, "dump one row without it"),
-    "no ids": ({"logits": LOGITS}, "holds no token ids; save them as integers under the name ids"),
-    "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 66, and the model knows 0 to 60"),
+    "no ids": ({"logits": LOGITS}, "holds no token ids; give integers, in a dump under the name ids"),
+    "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 6"),
     "negative": ({"ids": IDS - 2, "logits": LOGITS}, "holds the id -1"),
     "four axes": ({"ids": IDS[None, None], "logits": LOGITS}, "has shape (1, 1, 2, 3), and ids are (T,) or (B, T)"),
     "fractions": ({"ids": IDS + 0.5, "logits": LOGITS}, "holds float64 values that are not ids"),
     "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),
     "empty": ({"ids": IDS[:, :0], "logits": LOGITS}, "has shape (2, 0)"),
-    "words": ({"ids": np.array(["a"]), "logits": LOGITS}, "holds no token ids; save them as integers"),
+    "words": ({"ids": np.array(["a"]), "logits": LOGITS}, "holds no token ids; give integers"),
 }
 
 

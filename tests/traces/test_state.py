@@ -59,4 +59,4 @@ def test_what_it_cannot_hold_is_refused(model: str, tmp_path: Path) -> None:
     assert not out.exists()
     assert "give one for each id" in refusal(gpt2.trace, model, ids=IDS, targets=IDS[:, 1:])
     assert "give ids too" in refusal(gpt2.trace, model, targets=IDS)
-    assert "id 300 is outside" in refusal(gpt2.trace, model, ids=IDS, targets=IDS + 300 - IDS[0, 0])
+    assert "the id 300" in refusal(gpt2.trace, model, ids=IDS, targets=IDS + 300 - IDS[0, 0])

@@ -160,9 +160,9 @@ MISTAKES = [
     ("--out x.npz --ids words.txt", "line 2 has 'be'"),
     ("--out x.npz --ids uneven.txt", "a line has 1 ids and the first 2"),
     ("--out x.npz --ids float.npy", "holds float64"),
-    ("--out x.npz --ids large.npy", "id 2048 is outside the model's vocabulary of 2,048"),
-    ("--out x.npz --ids long.npy", "257 tokens in a row, the model has 256 positions"),
-    ("--out x.npz --ids cube.npy", "shape [1, 1, 1]"),
+    ("--out x.npz --ids large.npy", "holds the id 2048, and the model knows 0 to 2,047"),
+    ("--out x.npz --ids long.npy", "257 tokens in a row, and the model has 256 positions"),
+    ("--out x.npz --ids cube.npy", "shape (1, 1, 1)"),
     ("--out x.npz --ids one.npy --tokens 3", "--tokens has no effect with --ids"),
     ("--out x.npz --ids one.npy --gradients", "no token has a next one"),
     ("--out x.bin --ids one.npy", "the last id of each row is predicted, never read"),
@@ -180,7 +180,7 @@ def test_mistakes_are_one_line_and_write_nothing(
     """A trace of other ids than were meant is worse than none."""
     monkeypatch.chdir(tmp_path)
     for name, array in {
-        "float": np.zeros(3),
+        "float": np.full(3, 0.5),
         "large": np.array([0, 2048]),
         "long": np.zeros(257, dtype=int),
         "cube": np.zeros((1, 1, 1), dtype=int),
