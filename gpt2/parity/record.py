@@ -7,7 +7,6 @@ has each with its source, protocol and tolerance. They are computed in float32, 
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from enum import StrEnum
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -21,22 +20,6 @@ from gpt2.model import GPT2
 from gpt2.pages.reports import Line, Printed, Section, Styled, numbers
 
 
-class Kind(StrEnum):
-    """The kind of number, as the data file names it."""
-
-    LOGITS = "logits"  # at ``position``, of the ids ``columns``
-    LOSS = "loss"  # mean over ``ids``, nats per token
-    GREEDY_TEXT = "greedy-text"  # the greedy ``continuation`` of ``prompt``
-
-
-@dataclass(frozen=True)
-class Publisher:
-    """Who published the number, and where."""
-
-    project: str
-    url: str
-
-
 @dataclass(frozen=True)
 class Record:
     """One published result: ``values`` with an absolute ``tolerance``, or a greedy ``continuation``.
@@ -45,8 +28,8 @@ class Record:
     """
 
     model: str  # an official name: "gpt2"
-    kind: Kind
-    source: Publisher
+    kind: str  # "logits" of ``columns`` at ``position``; "loss", mean nats per token of ``ids``; "greedy-text" after ``prompt``
+    source: dict[str, str]  # the ``project`` that published it, and the ``url``
     protocol: str  # details without a field of their own
     values: tuple[float, ...] = ()
     tolerance: float = 0.0
@@ -104,13 +87,13 @@ class RecordReport(Printed):
     def line(self) -> str:
         """``"31 of 31 numbers recorded by 7 other projects"``, and what was not computed, with the reasons."""
         counts, missing = self.figures, [record for record in self.records if record.not_computed]
-        projects = len({record.source.project for record in self.records if not record.not_computed})
+        projects = len({record.source["project"] for record in self.records if not record.not_computed})
         by = f"{projects} other project{'s' * (projects != 1)}"
         line = f"{counts['reproduced']} of {counts['numbers']} numbers recorded by {by}"
         if missing:
             line += f"; {sum(record.numbers for record in missing)} not computed: {missing[0].not_computed}"
         wrong = next((record for record in self.records if not record.ok), None)
-        return line if wrong is None else f"{line}; first that differs: {wrong.kind} by {wrong.source.project}"
+        return line if wrong is None else f"{line}; first that differs: {wrong.kind} by {wrong.source['project']}"
 
     def sections(self) -> Iterator[Section]:
         """Yield a row per record, if they were asked for, and the summary line."""
@@ -121,7 +104,7 @@ class RecordReport(Printed):
             # torch's maximum is NaN where an error is NaN.
             error = f"{torch.tensor(record.errors).max().item():.1e}" if record.errors else ""
             within = f"{record.tolerance:g}" if record.tolerance else "exact"
-            rows.append([record.kind, record.source.project, Styled(count, style), Styled(error, style), within])
+            rows.append([record.kind, record.source["project"], Styled(count, style), Styled(error, style), within])
         if self.asked:
             yield Section(columns=("recorded", "by", *numbers("right", "error", "within")), rows=rows)
         yield Section(note=(Styled("✓", "green") if self.ok else Styled("✗", "bold red"), f" {self.line()}"))
@@ -132,7 +115,7 @@ def public_record() -> tuple[Record, ...]:
     """Return every record of this package."""
     data = tomllib.loads(files("gpt2.parity").joinpath("public_record.toml").read_text(encoding="utf-8"))
     rows: Iterator[Any] = ({key: tuple(v) if isinstance(v, list) else v for key, v in row.items()} for row in data["records"])
-    return tuple(Record(**r | {"kind": Kind(r["kind"]), "source": Publisher(**data["sources"][r["source"]])}) for r in rows)
+    return tuple(Record(**r | {"source": data["sources"][r["source"]]}) for r in rows)
 
 
 @torch.inference_mode()
@@ -142,8 +125,8 @@ def compute(
     """Compute the ``records`` of the official model ``name`` with ``ours`` in float32, which takes seconds."""
     own = [record for record in records if record.model == name]
     for number, record in enumerate(own):
-        progress(f"public record {number + 1} of {len(own)}: {record.kind}, {record.source.project}")
-        if record.kind is Kind.GREEDY_TEXT and tokenizer is None:
+        progress(f"public record {number + 1} of {len(own)}: {record.kind}, {record.source['project']}")
+        if record.kind == "greedy-text" and tokenizer is None:
             own[number] = replace(record, not_computed="the checkpoint comes without a tokenizer")
         else:
             own[number] = replace(record, ours=_ours(record, ours, tokenizer))
@@ -152,13 +135,13 @@ def compute(
 
 def _ours(record: Record, model: GPT2, tokenizer: Tokenizer | None) -> tuple[float, ...] | str:
     """Return what our model computes for a record."""
-    if tokenizer is not None and record.kind is Kind.GREEDY_TEXT:
+    if tokenizer is not None and record.kind == "greedy-text":
         prompt, expected = tokenizer.encode(record.prompt), tokenizer.encode(record.continuation)
         # A model may generate a word as more tokens than the tokenizer uses.
         found = generate(model, prompt, len(expected) + 4, temperature=0)[len(prompt) :]
         return tokenizer.decode(found)[: len(record.continuation)]
     ids = torch.tensor([record.ids])
     logits = model(ids)
-    if record.kind is Kind.LOSS:
+    if record.kind == "loss":
         return (token_losses(logits[:, :-1], ids[:, 1:]).mean(dtype=torch.float64).item(),)
     return tuple(logits[0, record.position, list(record.columns)].tolist())
