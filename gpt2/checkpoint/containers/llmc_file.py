@@ -44,8 +44,6 @@ class LlmcFile(Container):
         magic, version, *numbers = HEADER.unpack(self._file.bytes(0, HEADER.size))
         if magic in OTHER_FILES:
             raise Refused(f"is {OTHER_FILES[magic]}, not a GPT-2's weights; give a model's file, such as gpt2_124M.bin")
-        if magic != MODEL:
-            raise Damaged(f"begins with the number {magic:,}, not {MODEL:,}")
         if version not in DTYPES:
             known = ", ".join(map(str, DTYPES))
             raise Refused(f"is llm.c's version {version:,}, and {known} are read; write it anew with llm.c's train_gpt2.py")

@@ -40,7 +40,7 @@ class Name:
 
     name: str
 
-    def __repr__(self) -> str:
+    def __repr__(self) -> str:  # also of a call: its arguments may contain each other many times
         return self.name
 
 
@@ -52,18 +52,12 @@ class Call(Name):
     items: dict[Any, Any] = field(default_factory=dict)
     state: dict[Any, Any] = field(default_factory=dict)
 
-    def __repr__(self) -> str:  # without the arguments, which may contain each other many times
-        return f"{self.name}(...)"
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Persistent:
     """An object that the pickle stores elsewhere: for torch, a storage."""
 
     id: Any
-
-    def __repr__(self) -> str:
-        return "a storage"
 
 
 class Pickle:
