@@ -27,10 +27,10 @@ EXAMPLES = """\
 
 port.py has a function that returns your module:
 
-  def build(checkpoint_dir):                         # the folder with config.json and model.safetensors
+  def build(checkpoint_dir):      # the folder with config.json and model.safetensors
       model = MyGPT()
       model.load_state_dict(my_own_loading(checkpoint_dir))
-      return model                                   # maps ids (B, T) to logits (B, T, V)
+      return model                # maps ids (B, T) to logits (B, T, V)
 
 --step diagnoses a training step of that module: its loss, gradients, clipping and optimizer. make_step(model) returns a function
 that makes one whole step, and is called again for each run:

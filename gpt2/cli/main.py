@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
 
 class Help(argparse.RawDescriptionHelpFormatter):
-    """Fits the examples to the terminal: prose is wrapped, and a comment without room beside its example stands below it."""
+    """Fits the examples to the terminal: prose is wrapped, and a comment without room in its column stands below its example."""
 
     def _fill_text(self, text: str, width: int, indent: str) -> str:
         lines, prose = list[str](), list[str]()
@@ -64,9 +64,7 @@ class Help(argparse.RawDescriptionHelpFormatter):
             prose.clear()
             parted = re.fullmatch(r"( *\S.*?) {2,}(\S.*)", line) if len(line) > width else None
             command, comment = parted.groups() if parted else (line, "")
-            if comment and len(f"{command}  {comment}") <= width:
-                command, comment = f"{command}  {comment}", ""
-            row, *options = re.split(r" (?=--)", command) if command.startswith("  gpt2 ") else [command]
+            row, *options = re.split(r" (?=--)", command) if len(command) > width else [command]
             for option in options:
                 if len(f"{row} {option}") > width - 2:
                     lines.append(f"{row} \\")
