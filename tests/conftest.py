@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 gc.disable()  # until all is collected: a third of the time went to looking through torch again and again
+os.environ["TERM"] = "xterm"  # progress is shown there, if not on a dumb one
 os.environ["HF_HUB_OFFLINE"] = "1"  # the Hub's client reads it when it is imported, by whichever test is the first
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

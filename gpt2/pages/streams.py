@@ -61,7 +61,7 @@ class Status(AbstractContextManager["Status"]):
     """Progress on stderr: one line that is overwritten on a terminal, nothing elsewhere."""
 
     def __init__(self, first: str | None = None) -> None:
-        self.live = sys.stderr.isatty()
+        self.live = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"  # which cannot overwrite a line
         if first is not None:
             self(first)
 
