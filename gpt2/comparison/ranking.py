@@ -64,7 +64,7 @@ class Pair(Measured):
         perplexity, bits = f"{self.language.perplexity.value:.2f}", f"{self.language.bits_per_byte.value:.4f}"
         if (found := self.distributions) is None:
             return perplexity, "", "", bits, "", ""
-        return perplexity, *found.ratio.cells(".3f"), bits, *found.bits.cells("+.4f")
+        return perplexity, *found.ratio.cells("#.4g"), bits, *found.bits.cells("+.4f")
 
     def distances(self) -> tuple[str, ...]:
         """Return the divergences from the first model; nothing where there are none."""
@@ -133,7 +133,7 @@ class Comparisons(Printed):
             over, under = (floors[place], floors[before]) if {before, place} <= floors.keys() else (EXACT, EXACT)
             explained = Estimate(over.value / under.value, over.low / under.high, over.high / under.low)
             how = "" if behind is None else " equal" if equal(behind, explained) else " worse"
-            by = "" if behind is None else f"{how} (x {behind.value:.3f}, {behind.span('.3f') or 'exactly'})"
+            by = "" if behind is None else f"{how} (x {behind.value:#.4g}, {behind.span('#.4g') or 'exactly'})"
             words.append(f"{self.letters[place]}{by}")
         asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per
         return f"best by {asked}: {'; '.join(words)}; perplexity beside the one before" if len(words) > 1 else ""

@@ -111,7 +111,8 @@ class Comparison(Measured, Printed):
             rounded = f" (A’s, rounded to {kind}{but})" if kind else ""
             subject = f"The weights{rounded} moved by {percent(weights.total.distance)} of their size"
         if self.distributions is not None:
-            return subject, f": {_prediction(self.distributions, self.floor_above)}."
+            text = "A's tokens of this text" if self.compatibility.vocabularies.parting else "this text"  # B's own are others
+            return subject, f": {_prediction(text, self.distributions, self.floor_above)}."
         if self.alone:
             bits_a, bits_b = (number(score.bits_per_byte) for score in self.alone)
             return subject, f": with tokenizers of their own, A needs {bits_a} and B {bits_b} bits per byte of this text."
@@ -185,8 +186,8 @@ class Comparison(Measured, Printed):
         perplexities = " → ".join(f"{score.perplexity:.2f}" for score in scores)
         bits = " → ".join(f"{score.bits_per_byte:.4f}" for score in scores)
         if both is not None:
-            yield "perplexity", perplexities, f"× {both.ratio.text('.3f')}"
-            yield self.text.bits_per(scores), bits, ""
+            yield "perplexity", perplexities, f"× {both.ratio.text('#.4g')}"
+            yield self.text.bits_per(scores), bits, "of A's tokens" * bool(self.compatibility.vocabularies.parting)
             spread = f"median {both.kl_ab.percentiles['50']:.3g}, 99 % below {both.kl_ab.percentiles['99']:.3g}"
             yield "KL(a‖b)", f"{both.kl_ab.mean.value:.3g} nats", spread
             yield "same top token", *both.same_top.cells(".1%")
@@ -201,7 +202,7 @@ class Comparison(Measured, Printed):
             first, second, change = self.last_words.a, self.last_words.b, self.last_words.change
             gain = f"{change.accuracy.text('+.1%')} of {first.n:,} passages"
             yield "last words right", f"{first.accuracy.value:.1%} → {second.accuracy.value:.1%}", gain
-            ratio = f"× {change.ratio.text('.3f')} per word"
+            ratio = f"× {change.ratio.text('#.4g')} per word"
             yield "their perplexity", f"{first.perplexity.value:.2f} → {second.perplexity.value:.2f}", ratio
         if (cases := self.cases) is not None:
             turned = f"{', '.join(f'{len(cases.by_kind[kind]):,} {kind}' for kind in ('lost', 'gained'))} of {len(cases.cases):,}"
@@ -222,16 +223,18 @@ class Comparison(Measured, Printed):
             yield Styled("IDENTICAL", "bold green"), "in all that was measured", ""
 
 
-def _prediction(both: Distributions, floor: Floor | None) -> str:
+def _prediction(text: str, both: Distributions, floor: Floor | None) -> str:
     same = f"both would choose the same next token {percent(both.same_top.value)} of the time"
     if both.js.max == 0:
-        return f"they predict this text alike, to the last bit, and {same}"
+        return f"they predict {text} alike, to the last bit, and {same}"
     if equal(both.ratio, floor.ratio if floor else EXACT):
         far = f"as far as {both.tokens:,} token{'s' * (both.tokens > 1)} can tell"
         why = f"for {floor.way} explains the difference" if floor else far
-        return f"they predict this text equally well, {why}, and {same}"
-    perplexity = f"{number(both.a.perplexity.value, '#.4g')} → {number(both.b.perplexity.value, '#.4g')}"
-    return f"B predicts this text {'better' if both.ratio.value < 1 else 'worse'} (perplexity {perplexity}), and {same}"
+        return f"they predict {text} equally well, {why}, and {same}"
+    values = both.a.perplexity.value, both.b.perplexity.value
+    form = next((form for form in ("#.4g", "#.7g") if len({format(value, form) for value in values}) == 2), "#.17g")
+    perplexity = " → ".join(number(value, form) for value in values)
+    return f"B predicts {text} {'better' if both.ratio.value < 1 else 'worse'} (perplexity {perplexity}), and {same}"
 
 
 def _weights(weights: WeightChanges) -> Section:
@@ -248,9 +251,8 @@ def _activations(activations: Activations) -> Section:
     """Return the worst point of each block."""
     blocks = itertools.groupby(activations.points, lambda point: block_of(point.point))
     worst = ((block, max(points, key=lambda point: point.error)) for block, points in blocks)
-    rows = [(block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:.0f} dB", f"{x.cosine:.6f}") for block, x in worst]
-    errors = [(point.point, point.error) for point in activations.points]
-    chart = partial(charts.errors_by_layer, errors, activations.threshold)
+    rows = [(block, f"{x.error:.2g}", part_of(x.point), f"{x.sqnr:z.0f} dB", f"{x.cosine:.6f}") for block, x in worst]
+    chart = partial(charts.errors_by_layer, [(x.point, x.error) for x in activations.points], activations.threshold)
     what = "relative error by block, at its worst point"
     return Section("Activations", what, ("where", "error", "at", "SQNR", "cosine"), rows, chart)
 
@@ -265,7 +267,7 @@ def _distributions(both: Distributions) -> Iterator[Section]:
     titles = "", "KL(a‖b)", "KL(b‖a)", "Jensen-Shannon"
     yield Section("Distributions", "per token, in nats; intervals are 95 %", titles, rows)
     mean, rms = 100 * both.change.mean.value, 100 * both.change.rms.value
-    yield Section(note=f"right token's probability {mean:+.2f} percentage points on average, {rms:.2f} RMS")
+    yield Section(note=f"right token's probability {mean:+z.2f} percentage points on average, {rms:.2f} RMS")
 
 
 def _words(words: Words, names: tuple[str, str], scored: int) -> Iterator[Section]:
@@ -285,7 +287,7 @@ def _words(words: Words, names: tuple[str, str], scored: int) -> Iterator[Sectio
     extracts = [(f"from token {each.start + 1:,}; mean JS {number(each.js)}", each.words) for each in words.passages]
     titles = "", "the text", "a", "b", "a expected", "b expected", "JS"
     if words.passages:
-        what = "where they disagree most, and what each expected instead"
+        what = "where they disagree most: how probable each token was in a and b, and what they expected instead"
         yield Section("Words", what, titles, rows, partial(charts.coloured, extracts, scale, names))
     said = list[tuple[str, ...]]()
     for row in words.continuations:

@@ -102,7 +102,7 @@ def test_what_is_printed(found: Comparisons) -> None:
     """A table that is wider than 80 columns breaks in a terminal; a page must load nothing. Five rows gave no answer."""
     table, body = found.table(80), json.loads(found.to_json())
     assert max(map(len, table.splitlines())) <= 80
-    assert f" {found.candidates[1].distributions.ratio.span('.3f')} " in table  # on one line
+    assert f" {found.candidates[1].distributions.ratio.span('#.4g')} " in table  # on one line
     against = body["candidates"][1]["against"]
     assert against.keys() == {"ratio", "bits", "kl", "kl_max", "same_top", "only_first", "only_it"}
     assert against["kl"]["value"] == found.candidates[1].distributions.kl_ab.mean.value

@@ -16,6 +16,7 @@ from support.random_models import changed, noisy, write_checkpoint
 
 import gpt2
 from gpt2.checkpoint.loading import load
+from gpt2.comparison.compatibility import Parting
 from gpt2.comparison.gates import Gate
 from gpt2.comparison.results import Comparison
 from gpt2.comparison.run import compare
@@ -23,6 +24,7 @@ from gpt2.comparison.sides import opening
 from gpt2.config import GPT2Config
 from gpt2.data.bpe import train_bpe
 from gpt2.lora import inject, merged
+from gpt2.measure.estimates import Estimate
 from gpt2.measure.tracing import points
 
 OTHER = "Enter GHOST. Who's there? Nay, answer me: stand, and unfold yourself. Long live the king!\n" * 20
@@ -35,16 +37,18 @@ def run(a: object, b: object, text: str, **settings) -> Comparison:
 def test_a_model_against_itself_is_zero_everywhere(base: Path, text: str, in_a_notebook: None) -> None:
     """Any figure that is not exactly zero would look like a difference."""
     found = run(base, base, text)
-    assert found.ok
-    assert found.weights.total.distance == 0
+    assert (found.ok, found.weights.total.distance) == (True, 0)
     assert set(found.weights.unchanged) == set(load(str(base)).state_dict())
     for point in found.activations.points:
         assert (point.error, point.max_abs, point.sqnr, point.cosine) == (0.0, 0.0, math.inf, 1.0)
-    assert found.activations.first_past is None
+    assert (found.activations.first_past, found.words.passages) == (None, ())
     assert (found.distributions.js.max, found.distributions.ratio.value) == (0, 1)
-    assert found.words.passages == ()
     assert all(row.parts_at is None for row in found.words.continuations)
     assert "IDENTICAL" in found.table()
+    few = replace(found.distributions, ratio=Estimate(2.2e-6, 2e-6, 3e-6))  # was × 0.000
+    words = replace(found.compatibility.vocabularies, verdict="merges", parting=Parting(9, (1, "a"), (2, "b")))
+    said = replace(found, distributions=few, compatibility=replace(found.compatibility, vocabularies=words)).table(200)
+    assert ("× 2.200e-06 (2.000e-06 .. 3.000e-06)" in said, "predict A's tokens of this text alike" in said) == (True, True)
     assert ('<span class="bold">Identical</span>' in (html := found.html()), "<svg" in html) == (True, False)
     again = run(base, base, text)  # nothing is random
     assert replace(again, seconds=0) == replace(found, seconds=0)
