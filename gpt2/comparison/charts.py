@@ -31,7 +31,7 @@ def errors_by_layer(errors: Sequence[tuple[str, float]], threshold: float) -> st
     lines += [("attention output", attn, INK, "-", 1.1, "s"), ("mlp output", mlp, INK, (0, (3, 2)), 1.1, "D")]
 
     def draw(axes: "Axes", wide: bool) -> None:
-        axes.plot(list(places.values()), list(value.values()), ".", color=MUTED, markersize=3, alpha=0.5)
+        axes.plot(list(places.values()), list(value.values()), ".", color=MUTED, markersize=3, alpha=0.5, label="every point")
         for text, points, ink, style, width, marker in lines:
             look: Any = {"color": ink, "linewidth": width, "linestyle": style, "markersize": 4.5 if width > 2 else 3.2}
             look["marker"] = "" if len(errors) > 300 else marker

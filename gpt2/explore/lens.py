@@ -184,7 +184,7 @@ def _surprise(p: float | None) -> int:
 
 def _shown(text: str) -> str:
     """Make a token visible in a cell: control characters, and spaces that stand alone, become symbols."""
-    return visible(text).replace(" ", "␣") if text and not text.strip(" ") else visible(text) or "∅"
+    return visible(text) or "∅"
 
 
 def _short(value: float | None) -> float | None:

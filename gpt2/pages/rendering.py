@@ -68,13 +68,13 @@ def percent(value: float | None) -> str:
     if value < 1 and text == "100.0%":
         text = "> 99.9%"
     elif value != 0 and float(text[:-1]) == 0:
-        text = number(100 * value, ".1e") + "%"
+        text = number(100 * value, ".2g") + "%"
     return text.replace("-", "−").replace("%", " %")
 
 
 def visible(text: str) -> str:
-    """Format a token for a table cell: line breaks and tabs as symbols, other control characters as U+FFFD."""
-    return "".join(SIGNS.get(c, c if c.isprintable() else "�") for c in text)
+    """Format a token for a table cell: line breaks, tabs and spaces alone as symbols, other control characters as U+FFFD."""
+    return "".join(SIGNS.get(c, c if c.isprintable() else "�") for c in text) if text.strip(" ") else "␣" * len(text)
 
 
 def readable(text: str) -> str:

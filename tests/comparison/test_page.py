@@ -64,12 +64,11 @@ def test_text_from_models_and_files_stays_text(found: Comparison) -> None:
 
 def test_figures_read_as_a_person_writes_them() -> None:
     """ "100.0 %" of a million tokens may hide a thousand that differ."""
-    shares = {0.5: "50.0 %", 1.0: "100.0 %", 0.99999: "> 99.9 %", 1e-5: "1.0 × 10⁻³ %", 0.0: "0.0 %", -0.25: "−25.0 %"}
+    shares = {0.0: "0.0 %", 2.1e-4: "0.021 %", 1e-9: "1 × 10⁻⁷ %", 1.0: "100.0 %", 0.99999: "> 99.9 %", -0.25: "−25.0 %"}
     assert {value: percent(value) for value in shares} == shares
-    figures = {math.inf: "∞", -math.inf: "−∞", None: "–", 1.4: "1.40", 0.0: "0", 123.0: "123", 1.5e-9: "1.50 × 10⁻⁹"}
+    figures = {math.inf: "∞", -math.inf: "−∞", None: "–", math.nan: "–", 0.0: "0", 123.0: "123", 1.5e-9: "1.50 × 10⁻⁹"}
     assert {value: number(value) for value in figures} == figures
-    assert number(math.nan) == "–"
-    assert readable("a\n\x1b\u202e\udc80b") == "a\n���b"
+    assert (readable("a\n\x1b\u202e\udc80b"), visible("  "), visible(" a\n")) == ("a\n���b", "␣␣", " a⏎")  # an empty cell
 
 
 def test_colours_grow_with_what_they_stand_for() -> None:
