@@ -96,5 +96,5 @@ def note(text: str) -> None:
 def listed(files: "Iterable[File]", notes: Iterable[str], digits: int = 64) -> list[str]:
     """Return the lines of files, with ``digits`` of their hash, and of notes."""
     dots = "..." if digits < 64 else ""
-    lines = [f"  {file.name:24} {size(file.size):>9}  sha256 {file.sha256[:digits]}{dots}" for file in files]
+    lines = [f"  {file.name:33} {size(file.size):>9}  sha256 {file.sha256[:digits]}{dots}" for file in files]
     return lines + [f"  note: {note}" for note in notes]

@@ -110,7 +110,7 @@ def _measured(args: CompareSettings) -> Any:
     if args.set:
         named = dict(each.split("=", 1) for each in args.set if "=" in each)
         if args.cases is None or named.keys() != {"data.prompt", "data.field"}:
-            need = "give data.prompt=NAME and data.field=NAME, the fields of --cases, both or none"
+            need = "give data.prompt=NAME and data.field=NAME beside --cases, both or none; --on reads a table's field text"
             raise InputError(f"--set {args.set[0]}: {need}")
         args = replace(args, cases=CaseTable(str(args.cases), (named["data.prompt"], named["data.field"])))
     if args.cases is not None:

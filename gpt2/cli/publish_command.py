@@ -72,5 +72,5 @@ def _plan(args: PublishSettings, planned: "Plan", target: "Repository | None") -
     state = "private" if (target.private if target else not args.public) else "public"
     where = "" if target is None else ", new" if target.commit is None else f", now at {target.commit[:12]}"
     not_sent = [f"  not sent: {', '.join(planned.left_out)}"] if planned.left_out else []
-    files = listed(planned.files, (), digits=24)
+    files = listed(planned.files, (), digits=16)
     return "\n".join([f"{args.directory} -> {args.repo}  ({state}{where})", *files, *not_sent, *listed((), planned.notes)])

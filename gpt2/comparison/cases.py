@@ -121,11 +121,11 @@ def read_cases(table: str | Path | CaseTable) -> tuple[Asked, bool]:
         prompt, expected = (record.get(field) for field in own)
         asked, right = _texts(prompt), _texts(expected)
         if len(asked) != 1 or not asked[0] or not right or not all(map(str.strip, right)):
-            fault = own[bool(asked and asked[0])]
-            there = f"it has {', '.join(map(str, record))}"
-            empty = f"its {fault} is empty, or neither text nor number" if fault in record else there
+            key = own[bool(asked and asked[0])]
+            why = f"its {key} is empty, or neither text nor number" if key in record else f"it has {', '.join(map(str, record))}"
             names = "" if fields else "; --set data.prompt=NAME and --set data.field=NAME name others"
-            raise InputError(f"{where}: a case needs {wanted}; {empty}{names}")
+            needed = f"{' and '.join(own)}, as the first one has" if cases else wanted
+            raise InputError(f"{where}: a case needs {needed}; {why}{names}")
         cases.append((asked[0], tuple(right)))
     if not cases:
         raise InputError(f'--cases {path}: holds no case; write one a line, as in {{"prompt": "2+2=", "expected": "4"}}')

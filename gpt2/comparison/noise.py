@@ -142,7 +142,7 @@ def measure_noise(name: str, settings: Settings) -> Noise:
     padding, ways = 0 if isinstance(side, EngineSide) else min(PADDING, positions // 2), dict[str, Logits]()
     length = min(ROW, passage.windows.context, positions - padding, len(passage.ids))
     rows = passage.ids[: len(passage.ids) // length * length].view(-1, length)
-    batch, floor = f"{min(TOGETHER, len(rows))} rows in one batch", None
+    batch, floor = f"in a batch of {min(TOGETHER, len(rows))}", None
     settings.progress("loading the model")
     with side:
         if isinstance(side, EngineSide):

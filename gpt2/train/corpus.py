@@ -254,7 +254,7 @@ def _about(recipe: Recipe, tally: Counter[str]) -> list[str]:
     if tally["boundaries"]:
         notes.append(f"{END_OF_TEXT} in the text is the boundary between documents, {tally['boundaries']:,} of them")
     if tally["line_ends"]:
-        notes.append(f"{LINE_ENDS}, in {tally['line_ends']:,} files")
+        notes.append(f"{LINE_ENDS}, in {tally['line_ends']:,} file{'s' * (tally['line_ends'] > 1)}")
     if tally["empty"]:
         notes.append(f"{tally['empty']:,} documents without text are left out")
     if recipe.data.padded and tally["long"]:

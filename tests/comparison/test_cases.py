@@ -208,6 +208,7 @@ def test_classifiers_are_compared_on_labelled_texts(classifiers: dict[str, list[
         ("", None, "--cases {path}: give a .jsonl, .csv or .parquet file"),  # a folder
         ("fields.jsonl", '{"q": "a", "a": "b"}\n', "it has q, a; --set data.prompt=NAME and --set data.field=NAME name others"),
         ("nothing.jsonl", '{"prompt": "a", "expected": null}\n', "nothing.jsonl:1: a case needs prompt and expected, or"),
+        ("two.jsonl", '{"prompt": "a", "expected": "b"}\n{"question": "a", "answer": "b"}', "needs prompt and expected, as"),
         ("line.jsonl", '{"prompt": "a", "expected": "b"}\n{\n', "line.jsonl:2: not JSON"),
     ],
 )

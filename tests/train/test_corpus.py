@@ -173,7 +173,7 @@ def test_what_is_read_otherwise_than_meant_is_said(recipe, tmp_path):
     assert "left out for their suffix: l.docx; convert" in said
     assert "<|startoftext|> stands 9 times" in said
     assert "<|endoftext|> stands" not in said
-    assert r"line ends \r\n and \r are read as \n, in 1 files" in said
+    assert r"line ends \r\n and \r are read as \n, in 1 file" in said.splitlines()
     names = "\n".join(f"{first}{last}" for first in "abcdef" for last in ("nna", "lly", "mmy", "ddy"))
     for text, running in ((names, True), (names.replace("\n", "\n\n"), False), ("a b c d\n" * 30, False)):
         assert ("24 lines are one running text" in noted(recipe, tmp_path / "one.txt", text)) == running

@@ -225,7 +225,7 @@ def test_an_engine_is_asked_one_row_at_a_time(
     assert main(["compare", side, "--noise", "--on", f"{text}:context=16", "--tokens", "128", "--json", "-"]) == 0
     body = json.loads(capsys.readouterr().out)
     moved = [figures(alone[i : i + 4], engine.run([], {"input_ids": rows[i : i + 4].numpy()})[0])[0] for i in (0, 4)]
-    ways = [("4 rows in one batch", pytest.approx(np.mean(moved), rel=1e-4))]
+    ways = [("in a batch of 4", pytest.approx(np.mean(moved), rel=1e-4))]
     assert [(way["name"], way["kl"]["value"]) for way in body["ways"]] == ways
     assert body["floor"] is None
     passages, score = ("to be or not to be", "I pray you, go"), partial(score_last_words, tokenizer=gpt2.load_tokenizer(MODEL))
