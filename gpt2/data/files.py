@@ -55,12 +55,15 @@ def read_all(path: str | os.PathLike[str], most: int = MOST) -> bytes:
 
 
 @contextlib.contextmanager
-def reading(path: str | os.PathLike[str], advice: str, kind: type[InputError] = InputError) -> Iterator[None]:
-    """Turn an OSError of what is read into an error of one line, which names the path and the reason."""
+def reading(path: str | Path, advice: str, kind: type[InputError] = InputError, *, done: str = "read") -> Iterator[None]:
+    """Turn an OSError of what is read, or ``done`` otherwise, into an error of one line: the path, the reason and ``advice``."""
     try:
         yield
     except OSError as error:
-        raise kind(f"{path}: cannot be read ({error.strerror or error}); {advice}") from None
+        raise kind(f"{path}: cannot be {done} ({error.strerror or error}); {advice}") from None
+
+
+writing = functools.partial(reading, advice="make room, or choose another place", done="written")
 
 
 def read(path: Path) -> bytes:
@@ -151,15 +154,13 @@ def write_output(path: str | Path, content: str | bytes, flag: str = "") -> None
     """
     path = user_path(path)
     data = content if isinstance(content, bytes) else content.encode(errors="backslashreplace")  # a file name may not be UTF-8
-    try:
+    with writing(f"{flag}{path}"):
         root, *rest = Path(os.path.realpath(path.parent)).parts[1:] or ("",)
         if (path.exists() and not path.is_file()) or (root in ("dev", "proc") and rest[:1] != ["shm"]):  # /dev/shm is a folder
             path.write_bytes(data)
             return
         with written_aside(path) as file:
             file.write(data)
-    except OSError as error:
-        raise InputError(f"{flag}{path}: cannot be written ({error.strerror}); make room, or choose another file") from None
 
 
 def write(directory: Path, texts: Mapping[str, str | bytes]) -> list[Path]:

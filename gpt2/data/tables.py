@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from gpt2.config import quoted
-from gpt2.data.files import not_utf8, opened
+from gpt2.data.files import not_utf8, opened, reading
 from gpt2.errors import InputError, require_memory
 
 PARSED = 12  # bytes of memory for a byte of a .json file
@@ -133,10 +133,8 @@ def _parquet(path: Path) -> Iterator[tuple[str, Record]]:
 def text_file(path: Path, newline: str | None) -> Iterator[IO[str]]:
     """Open a UTF-8 file for reading, without a byte-order mark; what goes wrong meanwhile becomes an InputError."""
     try:
-        with opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
+        with reading(path, "check the path"), opened(path, mode="r", encoding="utf-8-sig", newline=newline) as lines:
             yield lines
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read: {error.strerror or error}; check the path") from None
     except UnicodeDecodeError as error:
         raise not_utf8(path, error) from None
 

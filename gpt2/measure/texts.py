@@ -44,7 +44,7 @@ from gpt2.checkpoint.hub import DatasetFile, dataset_file
 from gpt2.config import number
 from gpt2.data import Tokenizer, shakespeare
 from gpt2.data.documents import HELD_OUT, LINE_ENDS, closed, documents, files, joined, parted
-from gpt2.data.files import read_all
+from gpt2.data.files import read_all, reading
 from gpt2.data.tables import READERS
 from gpt2.errors import InputError, did_you_mean, user_path
 from gpt2.measure.windows import Windows
@@ -260,10 +260,8 @@ def _read(path: str) -> str:
     if _of_documents(path):  # rows of a table have a field "text"
         found = [held_out] if held_out.is_file() else files(path, OWN_FILE)
         return joined(document.text for document in documents(found, tally=Counter(), named=False))
-    try:
+    with reading(where, "give a UTF-8 text file"):
         data = sys.stdin.buffer.read(MAX_BYTES + 2) if path == "-" else read_all(path, MAX_BYTES)
-    except OSError as error:
-        raise InputError(f"{where}: cannot read the text: {error.strerror or error}; give a UTF-8 text file") from None
     if len(data) > MAX_BYTES:
         raise InputError(f"{where}: more than {MAX_BYTES >> 20} MiB; cut a piece of it, e.g. with head -c")
     return shakespeare.checked_text(data, where)

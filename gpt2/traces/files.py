@@ -15,7 +15,7 @@ from torch import Tensor
 from gpt2.checkpoint.llmc_writer import require_expressible, state_pieces
 from gpt2.checkpoint.saving import safetensors_file, write_file
 from gpt2.config import GPT2Config, quoted
-from gpt2.data.files import written_aside
+from gpt2.data.files import writing, written_aside
 from gpt2.errors import InputError, user_path
 from gpt2.pages.reports import as_json
 from gpt2.traces.arrays import GRADIENT
@@ -46,10 +46,8 @@ def require_form(path: str | Path) -> str:
 def write(path: str | Path, arrays: Arrays, about: dict[str, Any]) -> Path:
     """Write ``arrays`` in the form that the path's suffix names, with ``about`` (JSON). Raises InputError: it cannot."""
     form, path = require_form(path), user_path(path)
-    try:
+    with writing(path):
         FORMS[form](path, arrays, about)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error}); choose another place, or make room") from error
     return path
 
 

@@ -29,7 +29,7 @@ from gpt2.checkpoint.saving import raw_bytes, safetensors_header
 from gpt2.comparison.passage import Passage, Scored
 from gpt2.comparison.sides.side import ComparedModel, Side, environment_of
 from gpt2.config import GPT2Config
-from gpt2.data.files import written_aside
+from gpt2.data.files import writing, written_aside
 from gpt2.errors import CheckpointError, InputError, user_path
 from gpt2.measure.dumps import IDS
 from gpt2.measure.metrics import Logits
@@ -188,9 +188,6 @@ def saving(path: Path, side: Side, passage: Passage) -> Iterator[Logits]:
             file.write(raw_bytes(row[span.first - span.start :]))
         return output
 
-    try:
-        with written_aside(path) as file:
-            yield keeping
-            assert next(rest, None) is None, "a window was not asked for"
-    except OSError as error:
-        raise InputError(f"{path}: cannot be written ({error.strerror or error}); choose another place, or make room") from error
+    with writing(path), written_aside(path) as file:
+        yield keeping
+        assert next(rest, None) is None, "a window was not asked for"
