@@ -107,7 +107,6 @@ def check_export(
 
 
 def _types(model: GPT2, done: Export) -> dict[str, str]:
-    """Return the type in which each parameter is stored."""
     state = model.state_dict()
     own = OF_DTYPE[dtype := model.wte.weight.dtype]
     if done.format != "gguf":

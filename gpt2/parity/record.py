@@ -134,7 +134,6 @@ def compute(
 
 
 def _ours(record: Record, model: GPT2, tokenizer: Tokenizer | None) -> tuple[float, ...] | str:
-    """Return what our model computes for a record."""
     if tokenizer is not None and record.kind == "greedy-text":
         prompt, expected = tokenizer.encode(record.prompt), tokenizer.encode(record.continuation)
         # A model may generate a word as more tokens than the tokenizer uses.

@@ -72,7 +72,6 @@ def _draw_losses(axes: "Axes", run: Run) -> None:
 
 
 def _finish(axes: "Axes", title: str, unit: str) -> None:
-    """Label the axes."""
     axes.set_title(title, loc="left", fontsize=10.5, fontweight="bold")
     axes.set(xlabel="step", ylabel=unit)
     axes.locator_params(axis="x", integer=True, min_n_ticks=1)

@@ -86,7 +86,6 @@ def layer_norm(
 
 
 def normed(part: str, make: Norming) -> Formula:
-    """Return the formula of the norm ``part``."""
     source = SOURCES[part]
     return lambda c, s: make(c, s[source], part)
 

@@ -26,7 +26,6 @@ Adding = Callable[[Site, Terms, str], Tensor]  # a wrong sum; the norm's part is
 
 
 def summed(node: str, adding: Adding) -> Formula:
-    """Return the formula of a sum."""
     stream, branch, norm, *_ = SUMS[node]
     return lambda c, s: adding(c, (s[stream], s[branch], s[norm]), norm)
 

@@ -99,7 +99,6 @@ class OperatorMode(TorchDispatchMode):
         return False
 
     def handle(self, call: OperatorCall) -> Any:
-        """Return the operator's result."""
         raise NotImplementedError
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
