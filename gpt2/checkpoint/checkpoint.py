@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.containers import gguf_file, read_json, whole
@@ -92,10 +91,6 @@ class ClassifierHead:
     classes: tuple[str, ...]
     weight: Tensor
     bias: Tensor | None
-
-    def scores(self, hidden: Tensor) -> Tensor:
-        """Return the score of each class (C,) from what the head reads of a text's last token (D,)."""
-        return F.linear(hidden.float(), self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from functools import cached_property
 from importlib.metadata import version
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
@@ -88,8 +89,9 @@ class CheckpointSide(Side):
         require_finite(logits, self.name, self.program)  # it names the weights
 
     def class_scores(self, ids: Tensor) -> Tensor:
-        """Return the score of each class of ``classifier`` for a text of (1, T) ``ids``."""
-        return self.classifier.scores(hidden_of(self.program, ids.to(self.device))[0, -1].cpu())
+        """Return the score of each class (C,) of ``classifier``, which reads the last token, for a text of (1, T) ``ids``."""
+        hidden, head = hidden_of(self.program, ids.to(self.device))[0, -1].cpu(), self.classifier
+        return F.linear(hidden.float(), head.weight.float(), None if head.bias is None else head.bias.float())
 
     def blocks(self, ids: Tensor) -> Iterator[Recorded]:
         return trace_blocks(self.program, ids)
