@@ -281,6 +281,8 @@ def test_consequences_are_folded_into_their_cause(two: gpt2.GPT2) -> None:
     found = diagnose(one, two)
     assert [(cause.id, cause.where) for cause in found.causes] == [("layer-repeated", "h.*")], found.table()
     assert "for _ in range(n_layer)" in found.causes[0].fix
+    blocks[-1].attn.c_attn.register_parameter("bias", None)  # what that one block lacks was not named
+    assert {cause.where for cause in diagnose(one, two).causes} == {"h.*", "h.0.attn.c_attn.bias"}
     for block in exchanged.transformer["h"]:
         for leaf in ("weight", "bias"):
             first, second = getattr(block.ln_1, leaf), getattr(block.ln_2, leaf)

@@ -7,7 +7,8 @@ from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.places import EVERY, Place, collapsed, forward_rank
 
 DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
-ONE_FOR_ALL = "of all blocks, which are one: it holds the weights of the last that was loaded, and the others hold none"
+ONE_FOR_ALL = "of all blocks, which are one: it holds the weights of the last that was loaded"
+OTHERS = "of the blocks that hold none, because all are one, which is called h.0: what that one lacks is a fault of its own"
 AFFINE = ("missing-bias", "layernorm-without-affine")
 # The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
 # else is missing there is a fault of its own.
@@ -20,7 +21,7 @@ EXPLAINS: dict[str, dict[str, str]] = {
     "position-sinusoidal": {"position-missing": ""},
     "residual-missing": {"parallel-block": DROPPED},
     "batch-dependent": {"untied-head": ""},  # known by no formula giving the logits, where rows change each other's
-    "layer-repeated": dict.fromkeys((*AFFINE, "wrong-tensor"), ONE_FOR_ALL),
+    "layer-repeated": {**dict.fromkeys(AFFINE, OTHERS), "wrong-tensor": ONE_FOR_ALL},
 }
 FUTURE = ("head-layout", "mask-missing", "mask-multiplied", "mask-off-by-one", "mask-strict", "softmax-axis", "softmax-missing")
 RANDOM = ("not-deterministic", "dropout-active", "ffn-dropout")
@@ -127,8 +128,8 @@ def _follows(place: Place, from_place: Place, part: str) -> bool:
     """Return whether a fault at ``place`` follows from one at ``from_place``, or at a part of that."""
     if part == DROPPED:
         return from_place.part == "mid" and Place(from_place.layer, "").contains(place)
-    if part == ONE_FOR_ALL:
-        return from_place.layer == EVERY and from_place.contains(place)
+    if part in (ONE_FOR_ALL, OTHERS):
+        return from_place.layer == EVERY and from_place.contains(place) and (part == ONE_FOR_ALL or place.layer != 0)
     if not part:
         same_share = not from_place.share or place.share == from_place.share
         return same_share and (from_place.contains(place) or (place.contains(from_place) and bool(place.part)))
