@@ -233,7 +233,7 @@ class Behaviour:
 
     def _piecewise(self, ids: Tensor, whole: Tensor, **masks: Tensor) -> dict[str, float]:
         """Return by how much logits of a text in pieces differ from those of the ``whole`` (B, T, V), in each way that works."""
-        rest, errors = ids.size(1) - ids.size(1) // 2, dict[str, float]()
+        rest, errors = min(ids.size(1) - ids.size(1) // 2, whole.size(1)), dict[str, float]()
         for words, pieces in self._ways(ids).items():
             why = ""
             for of_all in (True, False) if masks else (True,):  # the mask, of the tokens before too, or of the new ones alone
