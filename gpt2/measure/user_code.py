@@ -167,7 +167,12 @@ def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int, why: str) -> 
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, ids: Tensor, /, **given: Any) -> Any:
+        kept = [(vars(part), dict(vars(part))) for part in self.modules()]
+
         def call(n: int) -> Any:
+            for now, before in kept:  # a row must not read what another one left, as a cache
+                now.clear()
+                now.update(before)
             rows = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(ids)}
             row, *others = (x[n] if flat else x[n : n + 1] for x in (ids, *rows.values()))
             return kind.forward(self, row, **given | dict(zip(rows, others, strict=True)))

@@ -463,6 +463,8 @@ class Odd(nn.Module):
     def forward(self, ids: Tensor, past: Tensor | None = None) -> dict[str, Tensor]:
         if self.flat is not None and (ids.ndim != 2 - self.flat or (not self.flat and len(ids) > 1)):
             raise ValueError(ids.shape)
+        if self.axes == 3 and self.kept is not None:  # it reads them without being told
+            ids, past = ids[..., -1:], self.kept
         given = ids.view(1, -1) if self.flat else ids
         whole = given if past is None else torch.cat([past[..., 0].long() if self.axes is None else self.kept, given], 1)
         self.kept = self.times * whole
@@ -477,7 +479,8 @@ class Masked(Odd):
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.GPT2) -> None:
-    """Ports of picoGPT take ids (T,), and were refused; their caches and masks were not tried. The class is its own again."""
+    """Ports of picoGPT take ids (T,), and were refused; their caches and masks were not tried. Where one keeps its cache itself,
+    a row was read behind the one before."""
     module = Odd(nano(model), flat)
     found = diagnose(module, model)
     assert (found.ok, type(module)) == (True, Odd)
@@ -486,6 +489,8 @@ def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.G
     assert filled.ok
     assert all(torch.equal(tensor, model.state_dict()[key]) for key, tensor in read.weights.items())
     assert all("rows of a text were run" in one.notes[0] for one in (read, filled))
+    keeps = Odd(nano(model), flat, axes=3)
+    assert (gpt2.load_into(keeps, model).ok, gpt2.checkpoint_of(keeps).config) == (True, read.config)
     for wrong, id in ((Odd(nano(model), flat, 0), "cache-inconsistent"), (Masked(nano(model), flat), "padding-wrong")):
         assert [cause.id for cause in diagnose(wrong, model).causes] == [id]
     module.inner.transformer["wte"].register_forward_pre_hook(lambda _, given: given[0] ^ 1)
@@ -495,11 +500,14 @@ def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.G
 
 @pytest.mark.parametrize("axes", [None, 0, *(pytest.param(axes, marks=pytest.mark.slow) for axes in (1, 2))])
 def test_a_cache_that_the_caller_appends_to_may_be_right(axes: int | None, model: gpt2.GPT2) -> None:
-    """OpenAI's own code returns the keys of the new tokens, to be appended: such a module had an inconsistent cache."""
+    """OpenAI's own code returns the keys of new tokens, to be appended: it had a wrong cache; with the last logits alone, too."""
     for times, ids in ((1, []), (0, ["cache-inconsistent"])):
-        found = diagnose(Odd(nano(model), times=times, axes=axes), model)
+        module = Odd(nano(model), times=times, axes=axes)
+        found = diagnose(module, model)
         assert [cause.id for cause in found.causes] == ids
         assert ["put them behind the earlier ones" in note for note in found.notes] == [True] * (axes is None)
+        module.register_forward_hook(lambda _, given, output: output | {"logits": output["logits"][:, -1:]})
+        assert [cause.id for cause in diagnose(module, model).causes] == ids
 
 
 def test_a_context_of_one_token_has_a_position() -> None:

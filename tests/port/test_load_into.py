@@ -208,7 +208,7 @@ def test_a_tensor_that_the_checkpoint_lacks_is_an_error() -> None:
     module = Port()
     state = {name: tensor for name, tensor in checkpoint().state_dict().items() if name != "h.1.mlp.c_fc.bias"}
     with torch.no_grad(), Borrowed(module) as borrowed:
-        mapping = WeightMap(Anatomy(record_probe(module, CONFIG, "Port")), CONFIG)
+        mapping = WeightMap(Anatomy(record_probe(borrowed, CONFIG, "Port")), CONFIG)
         with pytest.raises(KeyError, match=r"h\.1\.mlp\.c_fc\.bias"):
             fill(borrowed, mapping, state)
 

@@ -62,7 +62,7 @@ def load_into(
         raise InputError(f"{name}: it has no parameters to fill; register its weights as torch.nn.Parameter")
     with torch.random.fork_rng(devices=[]), few_threads(config.num_parameters()), Borrowed(module) as borrowed:
         try:
-            mapping = WeightMap(Anatomy(record_probe(module, config, name)), config)
+            mapping = WeightMap(Anatomy(record_probe(borrowed, config, name)), config)
         except NotGPT2 as reason:
             hint = "if it is a GPT-2, fill it yourself; gpt2.diagnose then compares its logits"
             raise InputError(f"{name}: {reason}; load_into needs a GPT-2 ({hint})") from None
@@ -146,6 +146,7 @@ class LogitsCheck:
         device = device_of(borrowed.module)
 
         def output(ids: Tensor) -> Tensor | Exception:
+            borrowed.rewind()
             try:
                 return logits_of(borrowed.module(ids.to(device)), ids, self.config.vocab_size).to("cpu", torch.float64)
             except Exception as error:

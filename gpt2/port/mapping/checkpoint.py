@@ -79,26 +79,26 @@ def checkpoint_of(module: nn.Module, name: "str | None" = None) -> ModuleCheckpo
     give_shapes(module, GPT2Config(vocab_size=VOCABULARIES[0]), name)
     with torch.random.fork_rng(devices=[]), Borrowed(module) as borrowed:
         try:
-            return _Reading(borrowed, _anatomy(module, name), name).checkpoint()
+            return _Reading(borrowed, _anatomy(borrowed, name), name).checkpoint()
         except NotGPT2 as reason:
             raise InputError(f"{name}: cannot become a GPT-2 checkpoint: {reason}") from None
 
 
-def _anatomy(module: nn.Module, name: str) -> Anatomy:
+def _anatomy(borrowed: Borrowed, name: str) -> Anatomy:
     """Record the module as :func:`gpt2.load_into` does; how many tokens it knows shows in a first recording, on small ids."""
-    shapes = [tensor.shape for tensor in [*module.parameters(), *module.buffers()]]
+    shapes = [tensor.shape for tensor in borrowed.tensors.values()]
     windows = {size for shape in shapes for size in shape if size <= MAX_WINDOW}
     failure = None
     for vocabulary, context in itertools.product(VOCABULARIES, (5, *sorted(windows))):
         try:
-            first = record_probe(module, GPT2Config(vocabulary, context), name)
+            first = record_probe(borrowed, GPT2Config(vocabulary, context), name)
         except ForwardError as error:
             failure = failure or error
         else:
             stream = Stream(Flow(first))
             vocabulary = max(stream.vocabulary, first.output.size(-1))
             context = context if stream.positions is None else len(stream.positions.rows)
-            return Anatomy(record_probe(module, GPT2Config(vocabulary, context), name))
+            return Anatomy(record_probe(borrowed, GPT2Config(vocabulary, context), name))
     assert failure is not None
     raise failure
 

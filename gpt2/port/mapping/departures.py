@@ -40,10 +40,6 @@ def other_sizes(mapping: WeightMap) -> Iterator[tuple[str, int, int]]:
             yield what, size, wanted
 
 
-def _counted(heads: int) -> str:
-    return f"{heads} head{'s' * (heads != 1)}"
-
-
 def vocabulary(anatomy: Anatomy) -> int:
     return anatomy.stream.vocabulary if anatomy.head is None else len(anatomy.head)
 
@@ -69,8 +65,8 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
         yield cause("layer-missing", words, *absent)
     heads = len(anatomy.attentions[0].heads)
     if heads != config.n_head and not anatomy.mixed_layers:
-        words, fix = f"your attention has {_counted(heads)}, the checkpoint {config.n_head}", f"n_head={config.n_head}"
-        yield cause("head-layout", words, Place(EVERY, "attn"), fix=f"{fix}  # each {config.head_dim} wide")
+        words = f"your attention has {heads} head{'s' * (heads != 1)}, the checkpoint {config.n_head}"
+        yield cause("head-layout", words, Place(EVERY, "attn"), fix=f"n_head={config.n_head}  # each {config.head_dim} wide")
     for branch in anatomy.branches:
         what, _ = BRANCHES[branch.part]
         if branch.times > 1:
@@ -87,7 +83,7 @@ def structural_causes(mapping: WeightMap) -> Iterator[Cause]:
         yield cause("head-layout", words, Place(layer, "attn"))
     for layer, counts in anatomy.shared_heads.items():
         what = ", ".join(name for name in ("queries", "keys", "values") if name[0] in counts)
-        few = f"{_counted(min(counts.values()))} of {' and '.join(what.rsplit(', ', 1))}"
+        few = f"{(least := min(counts.values()))} head{'s' * (least != 1)} of {' and '.join(what.rsplit(', ', 1))}"
         words = f"your attention's {heads} heads share {few}; each has its own in the checkpoint"
         yield cause("head-layout", words, *(Place(layer, "attn.c_attn", share) for share in counts), kind=SHARED)
     if anatomy.post_norm:

@@ -95,7 +95,7 @@ class Examination:
 
     def _examine(self, borrowed: Borrowed) -> Diagnosis:
         self.progress("recording one forward pass of your module")
-        anatomy = self._anatomy()
+        anatomy = self._anatomy(borrowed)
         self.notes += borrowed.by_rows
         self.progress("comparing your weights with the checkpoint's")
         self._read_checkpoint(borrowed)
@@ -203,9 +203,9 @@ class Examination:
                 tensors[name] = torch.cat([x if any(one.share == share for one in places) else y for share, x, y in thirds], -1)
         return effect_of_weights(Model(self.state, self.config, self.ids), tensors)
 
-    def _anatomy(self) -> Anatomy | None:
+    def _anatomy(self, borrowed: Borrowed) -> Anatomy | None:
         """Return None if the parts are not recognised; the module is then assumed to hold the checkpoint's weights."""
-        recording = record_probe(self.module, self.config, self.who)
+        recording = record_probe(borrowed, self.config, self.who)
         try:
             return Anatomy(recording)
         except Exception as error:

@@ -63,8 +63,7 @@ class Borrowed:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         for part, _ in self._modes:  # some modules override eval()
             part.training = False
-        plain = [part for part in self.module.modules() if not isinstance(part, torch.jit.ScriptModule)]
-        self._attributes = [(part, dict(vars(part))) for part in plain]
+        self._attributes = [(x, dict(vars(x))) for x, _ in self._modes if not isinstance(x, torch.jit.ScriptModule)]
         held = [value for _, attributes in self._attributes for value in attributes.values() if isinstance(value, list | dict)]
         self._held: list[tuple[Any, Any]] = [(x, list(x) if isinstance(x, list) else dict(x)) for x in held]
         return self
@@ -80,12 +79,9 @@ class Borrowed:
         for part, attributes in self._attributes:
             vars(part).clear()
             vars(part).update(attributes)
-            if part.training:  # to set it takes long
-                part.training = False
         for value, before in self._held:
-            if value or before:
-                value.clear()
-                value.extend(before) if isinstance(before, list) else value.update(before)
+            value.clear()
+            value.extend(before) if isinstance(before, list) else value.update(before)
         for buffer, old in self._buffers:
             if buffer.shape == old.shape and id(buffer) not in self._kept:
                 buffer.data.copy_(old)

@@ -18,7 +18,7 @@ from gpt2.int8 import require_float
 from gpt2.measure.user_code import error_at, logits_of, row_by_row
 from gpt2.port.recording.dataflow import NO_ID, Graph, NodeKind, Recording
 from gpt2.port.recording.dispatch import OperatorCall, OperatorMode, tensors
-from gpt2.port.recording.forward import ForwardError, plain_attention
+from gpt2.port.recording.forward import Borrowed, ForwardError, plain_attention
 
 # Operators that only copy, and the arguments that are copied.
 COPIES = set(
@@ -264,14 +264,15 @@ def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
             raise ForwardError(f"{name}: its parameters have no shapes yet, and its forward fails ({reason})") from None
 
 
-def record_probe(module: nn.Module, config: GPT2Config, name: str) -> Recording:
+def record_probe(borrowed: Borrowed, config: GPT2Config, name: str) -> Recording:
     """Record a forward pass on a few tokens; if it fails, on small ids, row by row, on a full context. Raises ForwardError."""
+    module, failures, own = borrowed.module, list[str](), type(borrowed.module)
     device = next(module.parameters(), torch.empty(0)).device
-    failures, own = list[str](), type(module)
     short, vocabulary = min(5, config.n_positions), config.vocab_size
     attempts: list[tuple[bool | None, int, int, int]] = [(None, 2, short, n) for n in (vocabulary, min(6 * short, vocabulary))]
     attempts += [(False, 2, short, vocabulary), (True, 2, short, vocabulary), (None, 1, config.n_positions, vocabulary)]
     for flat, batch, length, ids in dict.fromkeys(attempts):
+        borrowed.rewind()
         try:
             if (kind := own if flat is None else row_by_row(own, flat, vocabulary, failures[0])) is not type(module):
                 module.__class__ = kind
