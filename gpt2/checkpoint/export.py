@@ -74,10 +74,11 @@ def export(
     if keep and (format != "gguf" or type is None):
         raise InputError("keep names parts that a gguf of another type leaves in the model's dtype; give that type, such as q8_0")
     directory, checkpoint = user_path(directory), opened(source, revision, offline)
+    written = map(directory.joinpath, {"gguf": (GGUF_FILE,), "llmc": LLMC_FILES}.get(format, ("",)))
+    if any(place.exists() and any(map(place.samefile, _read(checkpoint))) for place in written):
+        raise InputError(f"{directory}: is read too, and would be lost; choose another folder")
     model, tokenizer, notes = exported_model(checkpoint)
     if format == "hf":
-        if directory.is_dir() and any(map(directory.samefile, _folders(checkpoint))):
-            raise InputError(f"{directory}: is read too, and would be lost; choose another folder")
         mine = {CHAT} if tokenizer is not None and tokenizer.chat else set[str]()
         mine |= set() if tokenizer is None else {*tokenizer.texts(model.config.n_positions), *LEGACY}
         if left := [name for name in TOKENIZER_FILES if name not in mine and (directory / name).exists()]:
@@ -137,11 +138,11 @@ def opened(source: str | Checkpoint, revision: str | None, offline: bool) -> Che
     return source
 
 
-def _folders(checkpoint: Checkpoint) -> set[Path]:
-    """Return the folder of a checkpoint, and those that its weights really lie in: a link may lead there."""
-    if not isinstance(checkpoint, StoredCheckpoint):
-        return set()
-    return {folder_of(checkpoint.path), *(file.path.resolve().parent for file in checkpoint.assignment.files.values())}
+def _read(checkpoint: Checkpoint) -> set[Path]:
+    """Return the files of a checkpoint, or that a module was filled from, and the folders they are in: a link may lead there."""
+    held = checkpoint.assignment.files.values() if isinstance(checkpoint, StoredCheckpoint) else ()
+    files = {getattr(checkpoint, "path", Path(checkpoint.name)), *(file.path for file in held)}
+    return {place for file in files if file.exists() for place in (file, folder_of(file), folder_of(file.resolve()))}
 
 
 def exported_model(checkpoint: Checkpoint) -> tuple[GPT2, Tokenizer | None, list[str]]:

@@ -104,6 +104,7 @@ def test_tensors_are_read_by_the_names_of_the_module_that_they_belong_to(mine: P
     said = printed(capsys, "export", "odd.pt", "out", "--like", "mine.py:odd")
     assert "note: the tensors of odd.pt were read by the names of mine.py:odd" in said
     assert same_weights(Path("out"), Path("tiny"))
+    assert "is read too" in mistake(capsys, "export", "odd.pt", ".", "--like", "mine.py:odd")  # replaced config.json and weights
     torch.save({**stored, "module.p.0": torch.zeros(3, 3), "other": torch.zeros(2)}, "odd.pt")  # controls: it must fit
     said = mistake(capsys, "export", "odd.pt", "again", "--like", "mine.py:odd")
     assert "odd.pt: does not fit mine.py:odd: unknown: other; misshapen: p.0; give the module" in said
