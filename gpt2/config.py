@@ -143,7 +143,7 @@ class GPT2Config:
 
     def to_hf(self, dtype: str = "float32") -> dict[str, Any]:
         """Return a ``config.json`` that transformers, vLLM, CTranslate2 and llama.cpp's converter accept (it needs ``n_ctx``)."""
-        stated = asdict(self)
+        stated = asdict(self) | {one: float(getattr(self, one)) for one in ("layer_norm_epsilon", "initializer_range")}  # no int
         tied = stated.pop("tie_word_embeddings")  # stands where files that were written before have it
         last = {"n_ctx": self.n_positions, "tie_word_embeddings": tied, "dtype": dtype}
         return {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", **stated, **last}
