@@ -102,7 +102,7 @@ def _shards(index: Path, suffix: str) -> dict[str, Container]:
     shards = list(weight_map.values())
     name = rf"[\w.-]+{re.escape(suffix)}"
     if not shards or not all(isinstance(shard, str) and re.fullmatch(name, shard, re.ASCII) for shard in shards):
-        raise CheckpointError(f"{index}: has no weight_map from tensors to {suffix} files beside it; fetch it again")
+        raise CheckpointError(f"{index}: has no weight_map to bare names of {suffix} files; correct it, or fetch it again")
     held = _by_tensor([open_file(index.parent / shard) for shard in sorted(set(shards))])
     # A tied copy may be left out.
     there = {key: shard for key, shard in weight_map.items() if key in held or from_file(key) != HEAD}

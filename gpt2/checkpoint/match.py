@@ -34,12 +34,13 @@ CAUSES = {
     r"(^|\.)_?flat_param": "FSDP's flat parameters; save a full state dict (StateDictType.FULL_STATE_DICT)",
     r"(^|\.)(gpt_neox|embed_in|embed_out)\.": f"a tensor of GPT-NeoX (Pythia), {OTHER}",
     r"(^|\.)(language_model|word_embeddings)\.|\.(self_)?attention\.(query_key_value|linear_qkv)\.": (
-        f"a tensor of Megatron, BLOOM or Falcon, {OTHER} (Megatron's GPT-2: transformers has convert_megatron_gpt2_checkpoint.py)"
+        f"a tensor of Megatron, BLOOM or Falcon, {OTHER} (Megatron's GPT-2: transformers 4's convert_megatron_gpt2_checkpoint.py)"
     ),
     r"\.self_attn\.q_proj\.|\.gate_proj\.|\.fc_in\.|\.attn\.attention\.|\.Wqkv\.": (
         f"a tensor of Llama, OPT, GPT-J, GPT-Neo, MPT or the like, {OTHER}"
     ),
     r"\.attention\.self\.|\.SelfAttention\.|\.q_lin\.|(^|\.)tokens_embed\.": f"a tensor of BERT, T5, GPT-1 or the like, {OTHER}",
+    r"/vars/\d+$": "weights of Keras 3, numbered and not named; write them from Keras under transformers' names, as safetensors",
     r"rotary|inv_freq|freqs_cis": f"rotary positions, which make it {OTHER}",
 }
 LACKING = {
@@ -47,10 +48,7 @@ LACKING = {
     "ln_f.weight": f"a GPT-2 has a norm after its last block; with norms after each part (as in GPT-1) it is {OTHER}",
 }
 LIKE = "gpt2 export {} DIR --like FILE.py:build reads them by their module"
-EMPTY = (
-    "empty, as DeepSpeed ZeRO-3 leaves them where a process saves its own state dict; run zero_to_fp32.py, which DeepSpeed wrote "
-    "beside its checkpoints, and give what that writes"
-)
+EMPTY = "empty, as in one process of DeepSpeed ZeRO-3; run zero_to_fp32.py of its checkpoints' folder, and give what that writes"
 Files = Mapping[str, Container]  # key -> the open file that holds it
 
 
@@ -192,7 +190,8 @@ def require_gpt2(files: Files, where: Path) -> None:
     if unknown:
         what = f"{len(unknown):,} of its {len(files):,} tensors have names that no known GPT-2 gives them ({listed(unknown, 2)})"
         raise CheckpointError(f"{where}: {what}, and {listed(lacking)} is missing; {LIKE.format(where)}")
-    raise CheckpointError(f"{where}: missing: {listed(lacking)}; {LACKING.get(lacking[0], 'give the whole model')}")
+    part = re.search(r"-\d{5}-of-\d{5}\.", where.name, re.ASCII) and f"it is a part of a model; give the folder, {where.parent}"
+    raise CheckpointError(f"{where}: missing: {listed(lacking)}; {part or LACKING.get(lacking[0], 'give the whole model')}")
 
 
 def _refuse_known_cause(files: Files, unknown: list[str]) -> None:

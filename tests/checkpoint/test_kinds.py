@@ -249,10 +249,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "a quantised config": (with_config(quantization_config={"quant_method": "awq"}), ("'awq'", "quantised weights are not read")),
     "an unmerged adapter": (pickled(lambda s: s | {LORA: torch.ones(2, 12)}), ("PEFT's parts", "save the adapter alone")),
     "FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)} | s), ("FSDP's flat", "FULL_STATE_DICT")),
-    "names of its own": (
-        pickled(lambda s: {f"net.{n}": t for n, t in enumerate(s.values())}),
-        ("no known GPT-2", "--like FILE.py:build"),
-    ),
+    "names of its own": (pickled(lambda s: {f"net.{n}": t for n, t in enumerate(s.values())}), ("no known GPT-2", "--like")),
     "names of a module's own": (
         renamed(("attn.c_attn", "look"), ("h.", "storeys.")),
         ("24 of its 29 tensors have names that no known GPT-2 gives them", "h.0 is missing; gpt2 export", "--like FILE.py:build"),
@@ -269,10 +266,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "half a file": (without(r"h\."), ("missing: h.0; give the whole model",)),
     "RMSNorm": (without(r"ln_\w\.bias"), ("missing: h.0.ln_1.bias",)),
     "only FSDP's": (pickled(lambda s: {"_fsdp_wrapped_module._flat_param": torch.ones(9)}), ("FSDP's flat",)),
-    "cross-attention": (
-        pickled(lambda s: s | {"transformer.h.0.crossattention.c_attn.bias": torch.ones(2)}),
-        ("cross-attention to an encoder",),
-    ),
+    "cross-attention": (pickled(lambda s: s | {"h.0.crossattention.c_attn.bias": torch.ones(2)}), ("cross-attention to an",)),
     "pruned": (pickled(lambda s: s | {"transformer.h.0.mlp.c_fc.weight_mask": torch.ones(2)}), ("prune.remove",)),
     "DCP's": (lambda d: content("__0_0.distcp", b"x")(d).parent, ("dcp_to_torch",)),
     "DeepSpeed's": (lambda d: content("zero_to_fp32.py", b"#")(d).parent, ("DeepSpeed", "python zero_to_fp32.py . out")),
@@ -284,6 +278,12 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         pickled(lambda s: {"model": s, "ema": begin("")(s)}),
         ("has weights under model, ema", "save one of them alone"),
     ),
+    "Keras 3's": (pickled(lambda s: {f"layers/a/vars/{n}": t for n, t in enumerate(s.values())}), ("Keras 3, numbered",)),
+    "one of two shards": (
+        lambda d: (without("ln_f")(d) / "pytorch_model.bin").rename(d / "a-00001-of-00002.bin"),
+        ("ln_f.weight; it is a part of a model; give the folder",),
+    ),
+    "NeMo's": (content("gpt2.nemo", b"./".ljust(257, b"\0") + b"ustar"), ("is a tar archive; unpack it",)),
     "no state dict": (pickled(lambda s: {"step": 3}), ("has no tensor at step", "save model.state_dict()")),
     "an object": (pickled(lambda s: Settings()), ("the object", "Settings where a state dict should be")),
     "another module": (pickled(lambda s: begin("gpt.")(s) | {"fuse.0.weight": torch.ones(2)}), ("unexpected: fuse.0.weight",)),

@@ -188,10 +188,10 @@ class Container(ABC):
 
 def refuse_other_format(file: MappedFile) -> None:
     """Raise CheckpointError if a file begins like another format."""
-    head = file.bytes(0, 32)
-    for start, what in OTHER_FORMATS:
-        if head.startswith(start):
-            raise CheckpointError(f"{file.path}: {what}")
+    head, tar = file.bytes(0, 32), file.bytes(257, 5) == b"ustar"  # as NeMo's files
+    other = "is a tar archive; unpack it" if tar else ""
+    if what := next((what for start, what in OTHER_FORMATS if head.startswith(start)), other):
+        raise CheckpointError(f"{file.path}: {what}")
 
 
 def countable(shape: Iterable[int]) -> bool:

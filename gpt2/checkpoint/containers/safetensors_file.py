@@ -56,7 +56,7 @@ class SafetensorsFile(Container):
             raise Damaged(f"has a header that describes {shown(name)} in an unknown form")
         dtype, shape, (start, _) = row["dtype"], row["shape"], row["data_offsets"]
         if dtype not in DTYPES:
-            raise Refused(f"{shown(name)} has dtype {quoted(dtype)}; convert it to one of {', '.join(DTYPES)}")
+            raise Refused(f"{shown(name)} has dtype {quoted(dtype)}, as quantised weights have; give what they were made from")
         if not countable(shape):
             raise Damaged(f"has a header with a shape that is too large for {shown(name)}")
         return Entry(DTYPES[dtype], tuple(shape), data + start)
