@@ -63,8 +63,7 @@ def seeing(mask: Mask, fill: float = -math.inf, axis: int = -1) -> Formula:
 
     def weights(c: Site, s: State) -> Tensor:
         scores = s["attn.scores"]
-        made = scores.masked_fill(~mask(c.tokens, torch.arange(scores.shape[-1]), c.begin), fill).softmax(axis)
-        return made.nan_to_num(0.0) if fill == -math.inf else made
+        return scores.masked_fill(~mask(c.tokens, torch.arange(scores.shape[-1]), c.begin), fill).softmax(axis).nan_to_num(0.0)
 
     return weights
 
@@ -75,8 +74,7 @@ def _visibly(weigh: Callable[[Tensor, Tensor], Tensor]) -> Formula:
 
 def ahead(mask: Mask) -> bool:
     """Return whether a token sees a later one."""
-    every = torch.arange(3)
-    return bool(mask(every[:, None], every, 0).triu(1).any())
+    return bool(mask(torch.arange(3)[:, None], torch.arange(3), 0).triu(1).any())
 
 
 def masks(model: Model) -> Iterator[Alternative]:
@@ -87,6 +85,8 @@ def masks(model: Model) -> Iterator[Alternative]:
         seen = mask(every[:, None], every, 0)
         if not bool(seen.any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", seeing(mask, -1e30))
+            free: Mask = lambda t, j, a, m=mask: m(t, j, a) | ~m(t, j, a).any(-1, keepdim=True)  # noqa: E731
+            yield _weighed(id, f"{words}; one that sees nothing sees all by score, as the mask's number is small", seeing(free))
         if not bool(seen.tril(-1).any()):  # no token sees the past: the mask is the wrong way round
             yield _weighed(id, f"{words}; hidden scores become {TINY:g}", seeing(mask, TINY), rare=True)
     for fill in FILLS:
