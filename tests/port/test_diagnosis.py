@@ -33,11 +33,6 @@ def port(model: gpt2.GPT2) -> nn.Module:
     return module
 
 
-@pytest.fixture(scope="module")
-def model(two: gpt2.GPT2) -> gpt2.GPT2:
-    return two
-
-
 D, K = CONFIG.n_embd, CONFIG.head_dim
 CHANGES = {  # weights of a fault of one tensor each, with its cause; mistakes of reading a file are in test_diagnosis_ports.py
     "h.1.mlp.c_fc.weight": [(lambda w: torch.cat((w[:26], torch.zeros_like(w[26:]))), "not-loaded")],
@@ -50,22 +45,22 @@ CHANGES = {  # weights of a fault of one tensor each, with its cause; mistakes o
 
 
 @pytest.mark.parametrize(("where", "change", "id"), [(where, *one) for where, rows in CHANGES.items() for one in rows])
-def test_a_wrong_weight_is_named(where: str, change: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2) -> None:
+def test_a_wrong_weight_is_named(where: str, change: Callable[[Tensor], Tensor], id: str, two: gpt2.GPT2) -> None:
     """These loading mistakes still let the model generate text; the cause must name the right tensor."""
-    module = port(model)
+    module = port(two)
     parameter = module.get_parameter(f"transformer.{where.removesuffix('.weight')}.weight")
     parameter.data = change(parameter.data)
     before = copy.deepcopy(module.state_dict())
-    found = diagnose(module, model)
+    found = diagnose(module, two)
     assert (found.verdict, {one.id for one in found.causes}) == ("mismatch", {id})
     assert found.causes[0].where.startswith(where)
     assert found.causes[0].confidence == 1.0
     assert all(torch.equal(tensor, module.state_dict()[key]) for key, tensor in before.items()), "it must be given back unchanged"
 
 
-def test_a_padded_vocabulary_is_not_a_fault(model: gpt2.GPT2) -> None:
+def test_a_padded_vocabulary_is_not_a_fault(two: gpt2.GPT2) -> None:
     """Columns of minus infinity beyond the vocabulary are what a program adds for speed."""
-    found = diagnose(Around(port(model), lambda x: F.pad(x, (0, 5), value=-torch.inf)), model)
+    found = diagnose(Around(port(two), lambda x: F.pad(x, (0, 5), value=-torch.inf)), two)
     assert (found.ok, found.causes) == (True, ()), found.table()
 
 
@@ -81,35 +76,35 @@ def folded(module: nn.Module) -> nn.Module:
     return module
 
 
-def test_a_right_module_with_other_weights_is_right(model: gpt2.GPT2) -> None:
+def test_a_right_module_with_other_weights_is_right(two: gpt2.GPT2) -> None:
     """Norms that were folded into the next layers, in float32, were called parameters drawn at random."""
-    found = diagnose(folded(port(model)), model)
+    found = diagnose(folded(port(two)), two)
     assert (found.ok, found.causes) == (True, ()), found.table()
     assert "compute the same" in found.notes[0]
     ends = {"logits-softmaxed": lambda x: x - x.mean(-1, keepdim=True), "logits-scaled": lambda x: 15 * (x / 15).tanh()}
     for id, end in ends.items():
-        assert [one.id for one in diagnose(Around(folded(port(model)), end), model).causes] == [id]
-    wrong = folded(port(model))
+        assert [one.id for one in diagnose(Around(folded(port(two)), end), two).causes] == [id]
+    wrong = folded(port(two))
     with torch.no_grad():
         wrong.transformer.h[1].mlp.c_proj.bias[3] += 1e-3
-    assert diagnose(wrong, model).verdict == "mismatch"
+    assert diagnose(wrong, two).verdict == "mismatch"
 
 
-def test_a_single_entry_is_enough(model: gpt2.GPT2) -> None:
+def test_a_single_entry_is_enough(two: gpt2.GPT2) -> None:
     """One wrong number, in a row that a probe of a few tokens does not read, must be found."""
-    module = port(model)
+    module = port(two)
     with torch.no_grad():
         module.transformer.wpe.weight[CONFIG.n_positions - 1, 3] += 0.5
-    assert diagnose(module, model).causes[0].where.startswith("wpe")
+    assert diagnose(module, two).causes[0].where.startswith("wpe")
 
 
-def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_filled(model: gpt2.GPT2) -> None:
+def test_a_module_that_was_never_loaded_gets_that_cause_and_is_diagnosed_as_filled(two: gpt2.GPT2) -> None:
     """An author who forgot to load the weights must see that first, and then whether the rest is right."""
     module = PORTS["nano"].build(CONFIG)
-    found = diagnose(module, model)
+    found = diagnose(module, two)
     assert (found.verdict, [one.id for one in found.causes]) == ("mismatch", ["not-loaded"])
     assert (found.causes[0].where, found.first_divergence.point) == ("all weights", "wte")
-    assert diagnose(module, model, fill=True).ok
+    assert diagnose(module, two, fill=True).ok
 
 
 class Around(nn.Module):
@@ -133,27 +128,27 @@ class Around(nn.Module):
         (lambda x: F.pad(x, (0, 5)), "padded-vocab"),
     ],
 )
-def test_behaviour(after: Callable[[Tensor], Tensor], id: str, model: gpt2.GPT2) -> None:
+def test_behaviour(after: Callable[[Tensor], Tensor], id: str, two: gpt2.GPT2) -> None:
     """One run of one batch cannot show these. A row that is zero alone was said to differ by inf; others by random numbers."""
-    module, reports = Around(port(model), after), set()
+    module, reports = Around(port(two), after), set()
     for _ in range(2):
-        reports.add(diagnose(module, model).causes)
+        reports.add(diagnose(module, two).causes)
         torch.rand(1)
     ((cause, *_),) = reports
     assert cause.id == id
     assert " inf" not in cause.evidence
 
 
-def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
+def test_training_mode_is_said_first(two: gpt2.GPT2) -> None:
     """Somebody who forgot eval() saw other logits in each call, and was told that the module is right."""
-    module = port(model).train()
-    found = diagnose(module, model)
+    module = port(two).train()
+    found = diagnose(module, two)
     assert found.ok
     assert found.notes[0].endswith("call .eval() before you use it")
     assert module.training
-    assert diagnose(module.eval(), model).notes == ()
+    assert diagnose(module.eval(), two).notes == ()
     module.train().eval = Mock(side_effect=NotImplementedError)
-    assert diagnose(module, model).notes[0].endswith("export it in eval mode, for it has no .eval()")
+    assert diagnose(module, two).notes[0].endswith("export it in eval mode, for it has no .eval()")
 
 
 @pytest.mark.parametrize(
@@ -164,39 +159,39 @@ def test_training_mode_is_said_first(model: gpt2.GPT2) -> None:
         (PORTS["nano"].build(gpt2.GPT2Config(**{**vars(CONFIG), "n_embd": 24})), "its width is 24, the checkpoint's 20"),
     ],
 )
-def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Module, said: str, model: gpt2.GPT2) -> None:
+def test_a_module_that_cannot_be_diagnosed_is_refused_in_one_line(module: nn.Module, said: str, two: gpt2.GPT2) -> None:
     """A traceback would look like our bug."""
-    assert said in refusal(diagnose, module, model)
+    assert said in refusal(diagnose, module, two)
 
 
-def test_models_are_named_or_given_and_in_this_order(model: gpt2.GPT2, tmp_path: Path) -> None:
+def test_models_are_named_or_given_and_in_this_order(two: gpt2.GPT2, tmp_path: Path) -> None:
     """A name was read as a dump's path, and the right model in the first place ended in an AttributeError."""
-    name = str(gpt2.save(model, None, tmp_path / "own"))
-    found = diagnose(name, model)
+    name = str(gpt2.save(two, None, tmp_path / "own"))
+    found = diagnose(name, two)
     assert (found.verdict, found.module, found.checkpoint) == ("equal", name, "a model")
     assert not is_dump("shakespeare-mini")
-    assert "the right model, a name or a GPT2; it was given Linear as the second" in refusal(diagnose, model, nn.Linear(2, 2))
+    assert "the right model, a name or a GPT2; it was given Linear as the second" in refusal(diagnose, two, nn.Linear(2, 2))
 
 
-def test_nan_is_followed_to_its_first_array_and_the_author_s_line(model: gpt2.GPT2) -> None:
+def test_nan_is_followed_to_its_first_array_and_the_author_s_line(two: gpt2.GPT2) -> None:
     """'Your logits are NaN' leaves the author with a thousand operators to look at."""
-    module = port(model)
+    module = port(two)
     with torch.no_grad():
         module.transformer.h[1].mlp.c_fc.bias[2] = torch.nan
         module.transformer.h[0].ln_1.bias[:2] = torch.inf
     first = r"3 damaged values \(2 of transformer.h.0.ln_1.bias, 1 of transformer.h.1.mlp.c_fc.bias\), .*; the first"
     with pytest.raises(gpt2.InputError, match=first + " array .* NaN.*nano.py, line"):
-        diagnose(module, model)
+        diagnose(module, two)
     with pytest.raises(
         gpt2.InputError, match=r"are NaN from position 0 on; .* result of log, of shape .*test_diagnosis.py, line"
     ):
-        diagnose(Around(port(model), lambda x: (-x.square() - 1).log()), model)
+        diagnose(Around(port(two), lambda x: (-x.square() - 1).log()), two)
 
 
-def test_a_forward_that_fails_names_the_author_s_line(model: gpt2.GPT2) -> None:
+def test_a_forward_that_fails_names_the_author_s_line(two: gpt2.GPT2) -> None:
     """A message of torch alone does not say which of a hundred lines has the wrong shape."""
     with pytest.raises(gpt2.InputError, match=r"RuntimeError: shape .*test_diagnosis.py, line \d+: .*lambda x: x.view\(3, 5\)"):
-        diagnose(Around(port(model), lambda x: x.view(3, 5)), model)
+        diagnose(Around(port(two), lambda x: x.view(3, 5)), two)
 
 
 class Bigrams(nn.Module):
@@ -210,18 +205,18 @@ class Bigrams(nn.Module):
         return self.wte[ids] @ self.wte.t()
 
 
-def test_a_module_that_holds_the_checkpoint_s_weights_is_no_other_kind_of_model(model: gpt2.GPT2) -> None:
+def test_a_module_that_holds_the_checkpoint_s_weights_is_no_other_kind_of_model(two: gpt2.GPT2) -> None:
     """A GPT-2 whose blocks were replaced by nn.Identity was refused."""
-    found = diagnose(Bigrams(model.wte.weight), model)
+    found = diagnose(Bigrams(two.wte.weight), two)
     assert {"layer-missing", "final-norm-missing"} <= {one.id for one in found.causes}, found.table()
     with pytest.raises(gpt2.InputError, match="weights cannot be put in for you; load them yourself"):
-        diagnose(Bigrams(torch.randn_like(model.wte.weight)), model, fill=True)
+        diagnose(Bigrams(torch.randn_like(two.wte.weight)), two, fill=True)
 
 
-def test_a_slow_module_is_tried_on_few_tokens(model: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_module_is_tried_on_few_tokens(two: gpt2.GPT2, monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward that goes through attention number by number took hours for the full context."""
     monkeypatch.setattr("gpt2.port.module.runs.MOST_OPERATORS", 0)
-    found = diagnose(port(model), model)
+    found = diagnose(port(two), two)
     assert found.ok
     assert "23 tokens were not tried" in found.notes[-1]
 

@@ -479,8 +479,7 @@ class Masked(Odd):
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_a_module_that_takes_one_row_is_run_row_by_row(flat: bool, model: gpt2.GPT2) -> None:
-    """Ports of picoGPT take ids (T,), and were refused; their caches and masks were not tried. Where one keeps its cache itself,
-    a row was read behind the one before."""
+    """Ports of picoGPT take ids (T,), and were refused; and so were those of one row that read the cache which they keep."""
     module = Odd(nano(model), flat)
     found = diagnose(module, model)
     assert (found.ok, type(module)) == (True, Odd)
