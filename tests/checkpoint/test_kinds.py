@@ -279,10 +279,7 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
         ("has weights under model, ema", "save one of them alone"),
     ),
     "Keras 3's": (pickled(lambda s: {f"layers/a/vars/{n}": t for n, t in enumerate(s.values())}), ("Keras 3, numbered",)),
-    "one of two shards": (
-        lambda d: (without("ln_f")(d) / "pytorch_model.bin").rename(d / "a-00001-of-00002.bin"),
-        ("ln_f.weight; it is a part of a model; give the folder",),
-    ),
+    "a shard": (lambda d: (without("ln_f")(d) / "pytorch_model.bin").rename(d / "a-00001-of-00002.bin"), ("; give the folder",)),
     "NeMo's": (content("gpt2.nemo", b"./".ljust(257, b"\0") + b"ustar"), ("is a tar archive; unpack it",)),
     "no state dict": (pickled(lambda s: {"step": 3}), ("has no tensor at step", "save model.state_dict()")),
     "an object": (pickled(lambda s: Settings()), ("the object", "Settings where a state dict should be")),

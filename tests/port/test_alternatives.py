@@ -346,9 +346,7 @@ def test_a_dump_of_a_program_with_an_alternative_has_this_cause_at_this_place_an
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("label", "block", "level"), [("is ReLU;", 1, "block"), ("mask-missing: every", None, "full")])
-def test_a_large_model_is_searched_from_few_values(
-    label: str, block: int | None, level: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_model_is_searched_in_part(label: str, block: int | None, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The edited node alone is looked at, the first tokens, in float32; a stream in float64 that enters them was an error."""
     monkeypatch.setattr(graph, "SMALL", 0)
     whole = whole_of(label, block)

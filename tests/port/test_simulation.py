@@ -21,7 +21,7 @@ from gpt2.port.alternatives.outside import orders, sequence_faults
 from gpt2.port.dump.simulating import DumpExplainer, Explanation
 from gpt2.port.graph import ORDER, Entrance, Model, Program
 from gpt2.port.search.batch import Batch
-from gpt2.port.search.matching import Faults
+from gpt2.port.search.matching import Faults, PartSearch
 from gpt2.port.search.part import Part
 from gpt2.port.terms.budget import Budget, few_threads
 
@@ -94,6 +94,8 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
     assert len(late) <= len(early) + 3
     assert table(simulation.on_ids(ids[:, :3])) is not table(simulation)
     simulation._parameters = 1 << 40  # a large model, whose search in float32 had no limit of work
+    wrong = model(ids).detach() + (torch.arange(ids.shape[1]) >= 6)[:, None]  # four right tokens told no fault of later ones
+    assert PartSearch(Part(simulation, "logits", None, {"logits": wrong}, {"logits": 1e-9})).few.tokens == 7
     assert Batch(part, 1).model.budget is simulation.budget
 
 

@@ -22,7 +22,7 @@ LATE_CONFIRMED = 3  # the nearest, which are computed even where the budget is s
 LATER = 2  # the least token from which on faults of later tokens alone are tried: to the first, many faults change nothing
 LAG = 2  # tokens behind the first call, until which a fault of later calls shows
 FEW_LEFT = 8  # faults in calls that are run whole
-FEW = 4  # tokens of a large model that are compared, where a token's values depend on earlier tokens alone
+FEW = 4  # tokens of a large model that are compared at least, where a token's values depend on earlier tokens alone
 SINGLE = "single faults"
 Giving = dict[tuple[object, ...], list[Alternative]]  # alternatives that give the first calls of a text, by these calls
 
@@ -108,7 +108,8 @@ class PartSearch:
         self.untried: tuple[str, ...] = ()
         self.whole = Batch(part)
         self.row = self.whole if self.small else Batch(part, 1)
-        self.few = self.row if self.small or not part.shows_all else Batch(part, 1, FEW)
+        self.first = min(self.wrong, default=0)  # before the first wrong token, many a fault is like GPT-2
+        self.few = self.row if self.small or not part.shows_all else Batch(part, 1, max(FEW, self.first + 1))
 
     def in_calls(self) -> Iterator[list[Candidate]]:
         """Yield the faults in calls that may give a part, common ones first, until the budget is spent."""
@@ -142,14 +143,13 @@ class PartSearch:
             singles = [*self.faults.singles()]
             for kind in sorted({(one.is_local, one.rare) for one in singles}):
                 yield SINGLE, partial(filter, lambda one, kind=kind: (one.is_local, one.rare) == kind, singles)
-        first = self.wrong[0] if self.wrong else 0
-        if self.small or first:
-            near = range(first - LAG, first + 1) if self.wrong else range(self.faults.tokens)
+        if self.small or self.first:
+            near = range(self.first - LAG, self.first + 1) if self.wrong else range(self.faults.tokens)
             yield "caches", partial(self.faults.in_steps, near)
-        if first >= LATER:
-            yield f"faults from token {first} on", partial(self.faults.since, first)
+        if self.first >= LATER:
+            yield f"faults from token {self.first} on", partial(self.faults.since, self.first)
         if (self.small or len(self.part.blocks) == 1) and self.part.shows_all:
-            yield "faults of a text in several calls", partial(self._in_calls, first)
+            yield "faults of a text in several calls", partial(self._in_calls, self.first)
 
     def _in_calls(self, first: int) -> Iterator[Candidate]:
         """Yield faults of a text in several calls: in all of them, or in some; ``first``: the first wrong token.
