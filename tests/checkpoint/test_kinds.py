@@ -270,14 +270,8 @@ CAUSES: dict[str, tuple[Callable[[Path], Path], tuple[str, ...]]] = {
     "pruned": (pickled(lambda s: s | {"transformer.h.0.mlp.c_fc.weight_mask": torch.ones(2)}), ("prune.remove",)),
     "DCP's": (lambda d: content("__0_0.distcp", b"x")(d).parent, ("dcp_to_torch",)),
     "DeepSpeed's": (lambda d: content("zero_to_fp32.py", b"#")(d).parent, ("DeepSpeed", "python zero_to_fp32.py . out")),
-    "two models": (
-        pickled(lambda s: begin("a.")(s) | begin("b.")({k: t + 1 for k, t in s.items()})),
-        ("twice", "b.transformer."),
-    ),
-    "two state dicts": (
-        pickled(lambda s: {"model": s, "ema": begin("")(s)}),
-        ("has weights under model, ema", "save one of them alone"),
-    ),
+    "two models": (pickled(lambda s: begin("a.")(s) | begin("b.")({k: t + 1 for k, t in s.items()})), ("twice", "b.transf")),
+    "two state dicts": (pickled(lambda s: {"model": s, "ema": begin("")(s)}), ("has weights under model, ema", "save one of")),
     "Keras 3's": (pickled(lambda s: {f"layers/a/vars/{n}": t for n, t in enumerate(s.values())}), ("Keras 3, numbered",)),
     "a shard": (lambda d: (without("ln_f")(d) / "pytorch_model.bin").rename(d / "a-00001-of-00002.bin"), ("; give the folder",)),
     "NeMo's": (content("gpt2.nemo", b"./".ljust(257, b"\0") + b"ustar"), ("is a tar archive; unpack it",)),
