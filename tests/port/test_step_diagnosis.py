@@ -236,14 +236,16 @@ LION = "m = state.get(-id(p), 0); p -= lr * (0.9 * m + 0.1 * p.grad).sign(); sta
 LAMB = "u = direction + weight_decay * p; p -= lr * u * p.norm() / u.norm()"
 PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
 ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
-HELD = {"zero": "pass", "backward": "(loss / 2).backward()", "clip": "pass", "update": f"if step % 2: optimizer.step(); {ZERO}"}
+HELD = {"zero": "pass", "backward": "(loss / 4).backward()", "clip": "pass"}
+HELD |= {"update": f"if step % 4 == 3: {LINES['clip']}; optimizer.step(); {ZERO}"}
+GROWING = {"backward": "(loss * 2.0 ** (step + 4)).backward()", "clip": "[p.grad.div_(2.0 ** (step + 4)) for p in params]"}
+AGAIN = f"optimizer.step(); {ZERO}; F.cross_entropy(model(x).flatten(0, 1), targets).backward()"
 EACH_PART = {"backward": HEALED["step-per-micro-batch"][1], "update": "pass"}
-APART = "padding-in-average accumulation-not-averaged"
+APART, LATE, COUPLED = "padding-in-average accumulation-not-averaged", "decay-after-update decay-on-all", "decay-coupled"
 STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "one buffer, clipped elsewhere": ("", FLAT, ""),
     "master weights, clipped": ("", MASTER, ""),
     "unscaled by the optimizer": ("scaled free", {"optimizer": FUSED, "clip": "pass"}, ""),
-    "no Adam": ("", {"optimizer": "torch.optim.Adagrad(groups, lr)"}, None),
     "a rate for each": ("hand", {"decay": "pass", "adam": LAMB}, "optimizer-other"),
     "one moment corrected": ("hand", {"adam": "p -= lr * m / ((v / (1 - b2**t)).sqrt() + 1e-8)"}, "bias-correction-missing"),
     "steps not counted": ("hand", {"adam": "p -= lr * m / (1 - b1) / ((v / (1 - b2)).sqrt() + 1e-8)"}, "bias-correction-step"),
@@ -272,7 +274,12 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "Nesterov": ("", {"optimizer": "torch.optim.SGD(params, lr, 0.9, nesterov=True)"}, "optimizer-sgd"),
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "a penalty": ("", {"loss": f"{LINES['loss']} + 0.05 * sum((p**2).sum() for p in params if p.ndim > 1)"}, "decay-coupled"),
-    "over two calls": ("free", HELD, "update-skipped"),
+    "over four calls": ("", HELD, "update-skipped"),
+    "a scale that grows": ("free", GROWING, ""),
+    "the same tokens again": ("free flat", {"clip": AGAIN, "rate": "pass"}, None),
+    "decay in .grad": ("free", {"groups": GROUPS % 0, "clip": "[p.grad.add_(0.1 * p) for p in params if p.ndim > 1]"}, COUPLED),
+    "all decay at last": ("hand", {"decay": "pass", "adam": "p -= lr * direction; p -= lr * 0.1 * p"}, LATE),
+    "sums of rows": ("padded", {"loss": f"{ALL}.sum() / 4"}, "loss-not-averaged"),
     "sums of parts": ("parts padded", {"loss": f"{ALL}.mean()", "backward": "loss.backward()"}, APART),
 }
 
@@ -477,7 +484,7 @@ def test_gradients_that_clipping_cannot_have_made_are_no_traceback() -> None:
 
     def read(a: float, b: float):
         sizes = ({"a": 1.0, "b": 1.0}, {"a": a, "b": b})
-        held, used = (Gradient({n: Sampled(f * torch.ones(3)) for n, f in some.items()}) for some in sizes)
+        held, used = (Gradient({n: Sampled(f * torch.ones(3), f, f) for n, f in some.items()}) for some in sizes)
         return read_clipping([[Update(held=held, gradient=used)]])
 
     assert "b" in read(0.5, 0.0).odd

@@ -143,8 +143,8 @@ def diagnose_step(
     from gpt2.measure.metrics import silent
     from gpt2.model import GPT2
     from gpt2.port.mapping import load_into
+    from gpt2.port.mapping.roles import Roles
     from gpt2.port.step.examination import StepExamination
-    from gpt2.port.step.gradients import Roles
     from gpt2.port.step.sessions import StepSubject
     from gpt2.port.step.settings import StepSettings
     from gpt2.port.terms.budget import few_threads

@@ -159,6 +159,7 @@ class DeterministicMode(OperatorMode):
         super().__init__()
         self.keep_casts, self.keep_random = keep_casts, keep_random
         self.dropouts: list[Dropout] = []
+        self.dropped: set[float] = set()  # with which probabilities
         self.draws: list[str] = []
         self.casts: set[str] = set()
         self.operators = 0
@@ -183,6 +184,7 @@ class DeterministicMode(OperatorMode):
                 call = OperatorCall(call.func, args, {**call.kwargs, "dtype": torch.float64})
         if name == "native_dropout" and args[2] is not False and args[1] > 0:
             self.dropouts.append(Dropout(args[0].clone(), self._summed))
+            self.dropped.add(args[1])
             if not self.keep_random:
                 return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         if self._mask is not None and name in ("mul", "mul_"):
@@ -192,6 +194,8 @@ class DeterministicMode(OperatorMode):
                 self.dropouts.append(Dropout(value.clone(), self._summed))
                 self._mask = None
         keep = call.named.get("p", 0.5 if name == "bernoulli_" else None) if name.startswith("bernoulli") else None
+        if isinstance(keep, float) and 0 < keep < 1:
+            self.dropped.add(round(1 - keep, 9))
         if name == "bernoulli_":
             self._mask = args[0]
             if not self.keep_random and isinstance(keep, float):

@@ -79,9 +79,7 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
     ratios = [_ratios(*pair) for pair in pairs]
     outliers, small = _outliers(ratios), [median(one.values()) for one in ratios[-len(groups[-1]) :]]
     for held, _ in pairs:  # as clipping saw them
-        for name, factor in outliers.items():
-            if (one := held.get(name)) is not None:
-                held[name] = one.times(abs(factor))
+        held |= {name: held[name].times(abs(factor)) for name, factor in outliers.items() if name in held}
     share = small[0] if steady(small, SAME) else 1.0  # the second may be clipped
     found = _explained(pairs, share)
     if found.odd and not steady(scales, SAME):  # clipped, and then divided by a scale that changes

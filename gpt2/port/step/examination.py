@@ -1,20 +1,22 @@
 """Examine one training step: run it from the checkpoint's weights in a few sessions, and compare it stage by stage."""
 
+import itertools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from functools import partial
 
 import torch
 
 from gpt2.errors import InputError
 from gpt2.measure.metrics import relative_error
 from gpt2.model import GPT2
+from gpt2.port.mapping.roles import Roles
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
-from gpt2.port.step.gradients import DEAD, EQUAL, Roles, expected_gradients, judge_accumulation, judge_gradients
-from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss
-from gpt2.port.step.rules import FITS
+from gpt2.port.step.gradients import DEAD, EQUAL, expected_gradients, judge_accumulation, judge_gradients
+from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss, read_loss
+from gpt2.port.step.rules import CLOSE, FITS
 from gpt2.port.step.sessions import StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import StepMoves
@@ -42,6 +44,10 @@ class StepExamination:
         """Run the sessions, compare each stage with what the stage before it really gave, and sum up."""
         self.calls = self._session(range(CALLS_LARGE if self.subject.large else CALLS))
         self._require_training()
+        self.gathered = next((number for number, call in enumerate(self.calls, 1) if call.updates), 1)  # calls of one update
+        self.readings = [read_loss(call.forwards, self._batch(number)) for number, call in enumerate(self.calls)]
+        for call in self.calls[1:]:  # the first call's gradients are compared as well
+            call.forwards.clear()
         self.scaled = self._scaled_sessions()
         tables = [name for name in self.roles.names_of("wte", "head") if name in self.sampler.parameters]
         # the token embedding and the head, if these are two in the step
@@ -68,17 +74,17 @@ class StepExamination:
         return calls
 
     def _scaled_sessions(self) -> list[list[Watched]]:
-        """Return two calls with huge gradients, and two with tiny ones; empty where the parts of the module are unknown."""
+        """Return a few calls with huge gradients, and with tiny ones; empty where the parts of the module are unknown."""
         last, tables = self.roles.names_of("ln_f", "ln_f.weight", "ln_f.bias"), self.roles.names_of("wte", "head")
         if last and tables:
-            return [self._session((100, 101), *how) for how in ((last, HUGE), ([*last, *tables], TINY))]
+            seeds, ways = range(100, 100 + max(2, self.gathered)), ((last, HUGE), ([*last, *tables], TINY))
+            return [self._session(seeds, *how) for how in ways]
         self.findings.notes.append("the parts of your module were not recognised: clipping was judged with gradients of one size")
         return [[], []]
 
     def _require_training(self) -> None:
         """Raise InputError for a step that changes nothing, or gives NaN."""
-        values = (value for call in self.calls for update in call.updates for value in update.after.values())
-        if any(bool(value.isnan().any()) for value in values):
+        if any(bool(after.isnan().any()) for call in self.calls for update in call.updates for after in update.after.values()):
             raise InputError("the step sets parameters to NaN; look at its rate, and at divisions by zero")
         if not any(call.changes for call in self.calls):
             why = "does it train another module than the one that make_step is given, or never call optimizer.step()?"
@@ -87,20 +93,17 @@ class StepExamination:
     # The stages, the last ones first: what the update multiplies the gradients by tells what the loss was meant to be
 
     def _clip_and_update(self) -> None:
-        findings, sessions = self.findings, [self.calls, *self.scaled]
+        findings = self.findings
         judge_accumulation(findings, [*self.calls, *self.scaled[0]])
-        roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
-        moves, limit = StepMoves(findings, sessions, self.settings, roles), self.settings.clip or 1.0
-        if moves.odd:
-            hidden = [[replace(call, updates=[u.clipped(limit) for u in call.updates]) for call in calls] for calls in sessions]
-            if not (other := StepMoves(findings, hidden, self.settings, roles)).odd:
-                moves = other
-        self.clip = read_clipping(moves.sessions)
+        moves = self._moves()
         if (many := max(len(call.updates) for call in self.calls)) > 1 and (moves.by_optimizer or not moves.unknown):
-            detail = f"the parameters are updated {many} times in a step, after each part of its batch"
-            findings.add("step-per-micro-batch", "optimizer", detail, OPERATORS)
+            rows, detail = [one.ids for one in self.calls[0].forwards], f"the parameters are updated {many} times in a step, "
+            if any(torch.equal(*two) for two in itertools.combinations(rows, 2)):
+                findings.leave_open("update", f"{detail}on the same tokens (SAM?)")
+            else:
+                findings.add("step-per-micro-batch", "optimizer", f"{detail}after each part of its batch", OPERATORS)
         if moves.fits:
-            moves.judge()
+            moves.judge(bool(self.clip.odd))
         seen = any(one.error <= FITS for one in moves.known.values()) or moves.by_optimizer
         if seen or not moves.unknown or self.clip.kind or self.clip.odd:  # the gradient is used as it is seen
             judge_clipping(findings, self.clip, self.settings.clip)
@@ -117,16 +120,29 @@ class StepExamination:
         if still and moves.fits and not (moves.odd and self.subject.halved):
             findings.add("parameter-missing", still, "these have gradients, and never change", "their values after each step")
 
+    def _moves(self) -> StepMoves:
+        """Read how parameters move, and the clipping: as seen, or if the step clips or undoes a scale where nobody sees it."""
+        roles = {name: self.roles.role(name, parameter) for name, parameter in self.sampler.parameters.items()}
+        sessions = [self.calls, *self.scaled]
+        moves = StepMoves(self.findings, sessions, self.settings, roles)
+        self.clip = read_clipping(moves.sessions)
+        loss = [float(one.weights.sum()) or 1.0 if one else 1.0 for one in self.readings]  # what it is multiplied by
+        scales = [[1.0] * len(loss)] + [loss] * (max(abs(one - 1) for one in loss) > CLOSE)
+        arrived, least = bool(self.clip.odd), math.inf
+        for by, limit in itertools.product(scales, (self.settings.clip or 1.0, math.inf)) if moves.odd or arrived else ():
+            hidden = partial(Watched.hidden, limit=limit, arrived=arrived)
+            made = [[*map(hidden, calls, by)] for calls in sessions]
+            if not (other := StepMoves(self.findings, made, self.settings, roles)).odd and len(other.rest) < least:
+                moves, least, self.calls, self.clip = other, len(other.rest), made[0], read_clipping(other.sessions)
+        return moves
+
     def _loss(self) -> None:
         findings, known = self.findings, len(self.findings.causes)
-        gathered = next((number for number, call in enumerate(self.calls, 1) if call.updates), 1)  # calls of one update
-        for number, call in enumerate(self.calls):
+        for number, (call, reading) in enumerate(zip(self.calls, self.readings, strict=True)):
             share = self.clip.share_in(call.updates)
-            judge_loss(findings, call, self._batch(number), [share, gathered * share], self.ours.config.eos_token_id)
-            if number:  # the first call's gradients are compared as well
-                call.forwards.clear()
-            if "loss" in findings.unknown:
-                break
+            judge_loss(findings, reading, self._batch(number), self.ours.config.eos_token_id, share, self.gathered * share)
+            if "loss" in findings.unknown or "gradient-scaled" in [one.id for one in findings.causes[known:]]:
+                break  # another factor in each call may be that of an average
         if not (self.settings.padded or findings.causes[known:] or "loss" in findings.unknown):
             self._padded()
         judge_dropout(findings, (p for call in self.calls for p in call.dropouts), self.settings.dropout)
@@ -136,7 +152,8 @@ class StepExamination:
         batch, own = self._batch(50, padded=True), StepFindings(self._places)
         with suppress(InputError):
             (call,), _ = self.subject.session([batch])
-            judge_loss(own, call, batch, [self.clip.share_in(call.updates)], self.ours.config.eos_token_id)
+            share = self.clip.share_in(call.updates)
+            judge_loss(own, read_loss(call.forwards, batch), batch, self.ours.config.eos_token_id, share)
         for cause in (cause for cause in own.causes if cause.id in PADDED):
             self.findings.notes.append(f"where targets are -100 (yours need not be): {cause.detail} ({cause.id})")
 

@@ -6,14 +6,13 @@ from dataclasses import replace
 from statistics import median
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gpt2.checkpoint.checkpoint import model_with
 from gpt2.checkpoint.keys import HEAD
 from gpt2.measure.metrics import relative_error
-from gpt2.port.anatomy.stream import ModelPart
-from gpt2.port.mapping.mapping import WeightMap
-from gpt2.port.recording.dataflow import Holder, Use
+from gpt2.port.mapping.roles import Roles
+from gpt2.port.recording.dataflow import Use
 from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.watching import Forward, Sampler, Samples, Watched
 
@@ -24,46 +23,6 @@ SEEN = "from your own gradient of the logits, our model in float64 gives other g
 UNPENALISED = "F.cross_entropy(logits, targets)  # no penalty of weights: AdamW's weight_decay is theirs"
 ADDED = ".grad after each backward pass, and what arrived in it"
 Shares = dict[str, tuple[Tensor, Tensor]]  # of each gradient: what does not come through the head's use of wte, and all of it
-
-
-class Roles:
-    """Which tensors of the checkpoint each parameter of a module holds, by the names that its step's parameters have."""
-
-    def __init__(self, module: nn.Module, mapping: WeightMap | None) -> None:
-        self.mapping = mapping
-        aliases: dict[int, list[str]] = {}
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        self.sources: dict[str, Holder] = {}
-        self.parts: dict[str, list[ModelPart]] = {}
-        for source in mapping.sources if mapping else ():
-            same = next((names for names in aliases.values() if source.name in names), [source.name])
-            self.sources |= dict.fromkeys(same, source)
-            self.parts |= dict.fromkeys(same, mapping.parts(source) if mapping else [])
-
-    def names_of(self, *parts: str) -> list[str]:
-        """Return the parameters that hold only these parts, such as "ln_f"."""
-        return [name for name, held in self.parts.items() if held and all(part.part in parts for part in held)]
-
-    def role(self, name: str, parameter: Tensor) -> str:
-        """Return "embedding", "norm", "bias" or "matrix": by its parts if they agree, else by its shape and name."""
-        parts = [part.part for part in self.parts.get(name, [])]
-        if any(part.split(".")[0] in ("wte", "wpe", "head") for part in parts):
-            return "embedding"
-        kinds = {"bias" if part.endswith(".bias") else "norm" if part.startswith("ln_") else "matrix" for part in parts}
-        if len(kinds) == 1:
-            return kinds.pop()
-        return "matrix" if parameter.ndim >= 2 else "norm" if not kinds and "bias" not in name.split(".")[-1] else "bias"
-
-    def where(self, name: str) -> list[str]:
-        """Return the checkpoint's names for a parameter; its own name if it holds none of its tensors."""
-        targets = [self.mapping.target(part) for part in self.parts.get(name, [])] if self.mapping else []
-        return list(dict.fromkeys(filter(None, targets))) or [name]
-
-    def depth(self, name: str) -> int:
-        """Return when the forward pass last uses a parameter: the number of its part, of those that have weights."""
-        stems = [one.rpartition(".")[0] for one in (self.mapping.shapes if self.mapping else ())]
-        return max((stems.index(stem) for one in self.where(name) if (stem := one.rpartition(".")[0]) in stems), default=0)
 
 
 def expected_gradients(state: Samples, roles: Roles, sampler: Sampler, forwards: Sequence[Forward]) -> tuple[Shares, float]:

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gpt2.port.step.causes import StepFindings
-from gpt2.port.step.watching import Forward, Watched
+from gpt2.port.step.watching import Forward
 
 IGNORED = -100  # a target that is not trained on
 BOUND = 1e-7  # relative error of a row that a formula explains; float32 constants reach 1e-8
@@ -114,9 +114,9 @@ def _free_numbers(wanted: Tensor, at: Tensor, label: int) -> tuple[tuple[float, 
     return (float(smoothed / weight), 1.0), (0.0, float(log @ x / (x @ x)))
 
 
-def judge_loss(findings: StepFindings, call: Watched, batch: StepBatch, shares: Sequence[float], end: int | None) -> None:
+def judge_loss(findings: StepFindings, reading: LossReading | None, batch: StepBatch, end: int | None, *shares: float) -> None:
     """Add the causes in what a call was trained on; ``shares``: what the step may multiply its gradient by; ``end`` of text."""
-    if (reading := read_loss(call.forwards, batch)) is None:
+    if reading is None:
         words = "the logits of your step were not seen (does it call the module?), so its loss was not judged"
         findings.leave_open("loss", words)
         return
@@ -177,8 +177,8 @@ def _labels(batch: StepBatch, labels: Tensor, end_of_text: int | None) -> Iterat
         yield "tokens-left-out", f"{int(missing.sum())} of {missing.numel()} positions are not trained on", ""
 
 
-def _averages(count: int, length: int, parts: int, padded: int) -> Iterator[tuple[float, str, str]]:
-    """Yield what a wrong average of ``count`` tokens multiplies the mean by, its causes, and words; ``padded``: all targets."""
+def _averages(count: int, length: float, parts: int, padded: int) -> Iterator[tuple[float, str, str]]:
+    """Yield what a wrong average of ``count`` tokens, ``length`` a row, multiplies the mean by; its causes; and words."""
     summed, apart = "loss-not-averaged", "accumulation-not-averaged"
     if parts > 1:
         yield parts, apart, f"the sum over {parts} parts"
@@ -210,7 +210,7 @@ def _weights(batch: StepBatch, reading: LossReading, shares: Sequence[float]) ->
         else:
             yield "loss-average-wrong", words, ""
     elif abs(total - 1) > EVEN:
-        ways = _averages(count, int(trained.sum(1).max()), len(parts.unique()), batch.targets.numel())
+        ways = _averages(count, count / int(trained.any(1).sum()), len(parts.unique()), batch.targets.numel())
         plain = factor != 1 and abs(total / factor - 1) <= EVEN  # the mean, whose gradient is scaled afterwards
         way = next((way for way in ways if not plain and abs(total / way[0] - 1) <= EVEN), None)
         if way is None:

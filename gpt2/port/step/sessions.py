@@ -21,7 +21,7 @@ from gpt2.port.step.watching import HALVES, Sampler, Watch, Watched
 Step = Callable[[Tensor, Tensor], Any]
 MakeStep = Callable[[nn.Module], Step]
 Session = tuple[list[Watched], Sampler]  # its calls
-HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+OWN = ("data", "grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")  # what a step may set of a tensor
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
 MAX_WORK = 4e10  # parameters times tokens of one batch
 DISTURBED = 1 + 2.0**-5  # a factor that half precision shows
@@ -55,14 +55,13 @@ class StepSubject:
         self.without_casts, self.keep_casts = False, False  # whether it failed as its casts were removed; so they are kept
         self.keep_noise = False  # whether normal noise is drawn; dropout is not
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
-        self.halved: list[str] = []  # those in half precision
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
 
     @contextmanager
     def _restored(self) -> Iterator[None]:
         """Put back weights, gradients and hooks of the tensors afterwards, and all that a module keeps."""
         tensors = [*self.module.parameters(), *self.module.buffers()]
-        kept = [(t, t.data, t.requires_grad, t.grad, [getattr(t, hooks) for hooks in HOOKS]) for t in tensors]
+        kept = [(tensor, {name: getattr(tensor, name) for name in OWN}) for tensor in tensors]
         modes = [(part, part.training) for part in self.module.modules()]
         with Borrowed(self.module):
             try:
@@ -72,10 +71,8 @@ class StepSubject:
                     tensor.data, tensor.grad = tensor.data.clone(), None
                 yield
             finally:
-                for tensor, data, requires_grad, gradient, hooks in kept:
-                    tensor.data, tensor.grad = data, gradient
-                    tensor.requires_grad_(requires_grad) if tensor.is_leaf else None
-                    for name, value in zip(HOOKS, hooks, strict=True):
+                for tensor, name, value in ((tensor, *one) for tensor, own in kept for one in own.items()):
+                    if tensor.is_leaf or name != "requires_grad":
                         setattr(tensor, name, value)
 
     def session(
@@ -105,7 +102,7 @@ class StepSubject:
             step = self._made()
             sampler = Sampler(dict(self.module.named_parameters()))
             self.dtypes = {n: own.get(n, p.dtype) if p.dtype == torch.float64 else p.dtype for n, p in sampler.parameters.items()}
-            self.halved = [name for name, dtype in self.dtypes.items() if dtype in HALVES]
+            self.halved = [name for name, dtype in self.dtypes.items() if dtype in HALVES]  # those in half precision
             self._widen(as_written)  # make_step may have added some
             calls = []
             for number, batch in enumerate(batches):

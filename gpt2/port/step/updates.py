@@ -30,7 +30,7 @@ class StepMoves:
         moving = [n for n in first[0].before if any(u.moves(n) for u in first) and any(n in u.gradient for u in first)]
         self.fits: dict[str, RuleFit] = {}
         self.odd: list[str] = []
-        self.kept, self.unknown = False, True
+        self.kept, self.unknown, self.rest = False, True, list[str]()  # the rest: whose rule fails in a later session
         if not (moving and any(update.gradient.total for update in first)):
             return
         tracks = {name: Track.of(first, name) for name in moving}
@@ -66,7 +66,7 @@ class StepMoves:
         for session in sessions:
             later = {name: Track.of(session, name) for name in self.known}
             moved = {name: one.rule for name, one in self.known.items() if later[name].change.any()}
-            rest = [name for name, rule in moved.items() if fit(later[name], rule).error > ROUNDED]
+            self.rest = rest = [name for name, rule in moved.items() if fit(later[name], rule).error > ROUNDED]
             tracks = {n: Track(*(np.concatenate(both) for both in zip(tracks[n], later[n], strict=True))) for n in rest}
             failed = [name for name in rest if fit(tracks[name], moved[name]).error > ROUNDED]
             if rest:
@@ -79,9 +79,12 @@ class StepMoves:
         """Set ``rates`` (K,), those of most parameters without decay, ``factors`` of others, and ``loose``: if they vary."""
         fits = list(self.known.values())
         plain = [one.rates for one in fits if np.abs(np.nan_to_num(one.decays)).max() <= 1e-6 * np.abs(one.rates).max()]
-        self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
-        self.factors, self.loose, wanted = dict[str, float](), list[str](), self.settings.weight_decay
         self.expected = np.array([self.settings.rate(call) if self.settings.lr is not None else np.nan for call in self.calls])
+        self.rates: Array = np.median(plain or [one.rates for one in fits], axis=0)
+        whole = self.rates / (1 - np.median([np.nan_to_num(one.decays) for one in fits], axis=0))
+        if not plain and np.abs(whole - self.expected).max() < np.abs(self.rates - self.expected).max():  # all decay after it
+            self.rates = whole
+        self.factors, self.loose, wanted = dict[str, float](), list[str](), self.settings.weight_decay
         own = [one for one in fits if one.decay and not one.rule.coupled and wanted and not self.by_optimizer]
         decays, rates = (np.nanmedian([getattr(one, kind) for one in own] or [[0]], axis=0) for kind in ("decays", "rates"))
         wrong = bool(own) and not _same(rates, self.expected)  # torch's optimizers multiply both by one rate
@@ -93,8 +96,8 @@ class StepMoves:
                 self.factors[name] = float(np.median(factors))
                 self.loose += [name] * (not steady(factors, 0.01))
 
-    def judge(self) -> None:
-        """Add the causes in how parameters move."""
+    def judge(self, changed: bool) -> None:
+        """Add the causes in how parameters move; the gradient may be ``changed`` before, perhaps by a decay."""
         error = max(one.error for one in self.fits.values())
         self.findings.differ("update", error)
         if self.odd:
@@ -124,7 +127,7 @@ class StepMoves:
             beta1, beta2 = self.settings.beta1 or rule.beta1, self.settings.beta2 or rule.beta2
             fix = FIXES["decay-coupled"].replace("0.9, 0.95", f"{beta1:.6g}, {beta2:.6g}")
             self._add("decay-coupled", detail, coupled, fix)
-        self._decays(values, self.settings.weight_decay, bool(coupled))
+        self._decays(values, self.settings.weight_decay, bool(coupled), changed)
         if self.kept:
             self._add("momentum-kept", "the first step after a new make_step goes on with the moments of the last")
 
@@ -186,7 +189,7 @@ class StepMoves:
         else:
             self._add("schedule-wrong", said, where)
 
-    def _decays(self, values: dict[str, float], wanted: float | None, coupled: bool) -> None:
+    def _decays(self, values: dict[str, float], wanted: float | None, coupled: bool, changed: bool) -> None:
         """Add the causes in the decays of parameters: which of them decay, by how much, and how."""
         decaying = {role: [name for name in values if values[name] and self.roles[name] == role] for role in WORDS}
         if wanted is None:
@@ -200,7 +203,7 @@ class StepMoves:
             id = "decay-on-biases" if not decaying["norm"] else "decay-on-all" if decaying["bias"] else "decay-on-norms"
             self._add(id, "these decay too", small)
         names, bare = ([name for name in large if bool(values[name]) is decays] for decays in (True, False))
-        if wanted and bare:
+        if wanted and bare and not changed:
             embeddings = decaying["matrix"] and all(self.roles[name] == "embedding" for name in bare)
             self._add("decay-not-on-embeddings" if embeddings else "decay-missing", "these do not decay", bare)
         if not names:
@@ -210,7 +213,7 @@ class StepMoves:
             decays = np.stack([self.fits[name].decays for name in names])
             lacking = 1 - np.stack([self.fits[name].rates for name in names]) / np.where(self.rates == 0, np.nan, self.rates)
             after = (np.abs(lacking - decays) < 0.1 * np.abs(decays)) | (self.rates == 0)
-            if after.all() and len(names) < len(self.fits):
+            if after.all() and self.rates.any():
                 self._add("decay-after-update", "the decay is of the parameter as updated, not as it was", names)
             raw = np.nanmedian(decays, axis=0)
             if (np.abs(raw / wanted - 1) < 1e-3).all() and abs(float(np.median(self.rates)) - 1) > 1e-3:

@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterable
-from dataclasses import InitVar, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,24 +25,21 @@ PADDING = 128  # columns that are added to the vocabulary, at most
 Samples = dict[str, Tensor]
 
 
-@dataclass
-class Sampled:
-    """One parameter's gradient: entries (n,), and the Euclidean and the largest norm; ``given``, where these are not all."""
+class Sampled(NamedTuple):
+    """One parameter's gradient: entries (n,), and the Euclidean and the largest norm, of those that are not kept too."""
 
     values: Tensor
-    given: InitVar[tuple[float, float] | None] = None
+    two: float
+    largest: float
 
-    def __post_init__(self, given: tuple[float, float] | None) -> None:
-        self.two, self.largest = given or norms_of(self.values)
+    @classmethod
+    def of(cls, values: Tensor, whole: Tensor) -> "Sampled":
+        dtype = torch.float64 if whole.dtype.itemsize < 8 else None
+        norms = (float(torch.linalg.vector_norm(whole, n, dtype=dtype)) if len(values) else 0.0 for n in (2, math.inf))
+        return cls(values, *norms)
 
     def times(self, factor: float) -> "Sampled":
-        return Sampled(factor * self.values, (factor * self.two, factor * self.largest))
-
-
-def norms_of(tensor: Tensor) -> tuple[float, float]:
-    dtype = torch.float64 if tensor.dtype.itemsize < 8 else None
-    two, largest = (float(torch.linalg.vector_norm(tensor, n, dtype=dtype)) if tensor.numel() else 0.0 for n in (2, math.inf))
-    return two, largest
+        return Sampled(factor * self.values, factor * self.two, factor * self.largest)
 
 
 class Gradient(dict[str, Sampled]):
@@ -66,7 +63,7 @@ def summed(gradients: Iterable[Gradient]) -> Gradient:
     """Return the sum; where several are added, its norms are those of the sampled entries, which are all in a small model."""
     found = Gradient()
     for name, one in (pair for gradient in gradients for pair in gradient.items()):
-        found[name] = Sampled(found[name].values + one.values) if name in found else one
+        found[name] = Sampled.of(*[found[name].values + one.values] * 2) if name in found else one
     return found
 
 
@@ -80,11 +77,6 @@ class Update:
     held: Gradient = field(default_factory=Gradient)
     backwards: int = 0
     scale: float = 1.0  # what a GradScaler divided its gradient by
-
-    def clipped(self, limit: float) -> "Update":
-        """Return what it is if the gradient is clipped to this norm on its way from ``.grad``, where nobody sees it."""
-        used = self.gradient
-        return replace(self, held=used, gradient=used.times(min(1.0, limit / (used.total or math.inf))), scale=1.0)
 
     def moves(self, name: str) -> bool:
         return not torch.equal(self.before[name], self.after[name])
@@ -121,6 +113,13 @@ class Watched:
     dropouts: set[float] = field(default_factory=set)
     noise: bool = False  # normal noise was drawn, and made zero
 
+    def hidden(self, scale: float, limit: float, *, arrived: bool) -> "Watched":
+        """Return what it is if gradients, or what ``arrived``, are divided by a scale and clipped where nobody sees it."""
+        given = [one.held if arrived else one.gradient for one in self.updates]
+        used = [one.times(min(1 / scale, limit / (one.total or math.inf))) for one in given]
+        pairs = zip(self.updates, given, used, strict=True)
+        return replace(self, updates=[replace(one, held=had, gradient=has, scale=scale) for one, had, has in pairs])
+
     @property
     def changes(self) -> bool:
         return any(update.moves(name) for update in self.updates for name in update.before)
@@ -151,13 +150,13 @@ class Sampler:
         return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
 
     def gradient(self, name: str, tensor: Tensor) -> Sampled:
-        """Return what is kept of a parameter's gradient."""
-        tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor
-        return Sampled(self.take(name, tensor), None if isinstance(self.indices[name], slice) else norms_of(tensor.detach()))
+        """Return what is kept of a parameter's gradient, also in a hook, where our operators would come back to a mode."""
+        with torch._C._DisableTorchDispatch():
+            tensor = tensor.detach().to_dense() if tensor.is_sparse else tensor.detach()
+            return Sampled.of(self.take(name, tensor), tensor)
 
     def gradients(self) -> Gradient:
-        found = ((name, p.grad) for name, p in self.parameters.items())
-        return Gradient({name: self.gradient(name, grad) for name, grad in found if grad is not None})
+        return Gradient({name: self.gradient(name, p.grad) for name, p in self.parameters.items() if p.grad is not None})
 
 
 class Watch(DeterministicMode):
@@ -196,6 +195,7 @@ class Watch(DeterministicMode):
             handle.remove()
         self._close()
         self.seen.half = any(one.logits.shape[-1] in self._halves for one in self.seen.forwards)
+        self.seen.dropouts = self.dropped
         self.seen.noise = not self.keep_random and any(name in NORMAL for name in self.draws)
         now, left = self.sampler.values(), self.sampler.gradients()
         if not self.seen.updates and any(not torch.equal(now[n], before) for n, before in self._start.items()):  # exchanged
@@ -215,10 +215,6 @@ class Watch(DeterministicMode):
             self._note(written, 1.0 if fused is None else 1 / self._scale)
         if name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
             self._halves.add(call.inputs[0].shape[-1])
-        drops = name == "native_dropout" and args[2] is not False
-        keep = 1 - args[1] if drops else call.named.get("p") if name in ("bernoulli_", "bernoulli") else None
-        if isinstance(keep, float) and 0 < keep < 1:
-            self.seen.dropouts.add(round(1 - keep, 9))
         if name == "_to_copy" and args[0].dtype == torch.float64 and (dtype := call.kwargs.get("dtype")):
             if dtype in HALVES and not self.keep_random and args[0].ndim:
                 self._halves.add(args[0].shape[-1])
@@ -258,17 +254,12 @@ class Watch(DeterministicMode):
             self._held = Gradient()
             backwards.append(Gradient())
         self._task = task
-        backwards[-1][name] = self._unseen(name, gradient)
+        backwards[-1][name] = self.sampler.gradient(name, gradient)
 
     def _holds(self, name: str, parameter: Tensor) -> None:
         """Note a parameter's ``.grad`` after a backward pass."""
         if parameter.grad is not None:
-            self._held[name] = self._unseen(name, parameter.grad)
-
-    def _unseen(self, name: str, gradient: Tensor) -> Sampled:
-        """Sample a gradient in a hook, where our own operators would come back to this mode."""
-        with torch._C._DisableTorchDispatch():
-            return self.sampler.gradient(name, gradient.detach())
+            self._held[name] = self.sampler.gradient(name, parameter.grad)
 
     def _steps(self, optimizer: Any, *_: Any) -> None:
         own, known = set(map(id, self.sampler.parameters.values())), type(optimizer).__module__.startswith("torch.optim.")
@@ -307,12 +298,10 @@ class Watch(DeterministicMode):
 
 def _by_hand(tensor: Tensor) -> set[str]:
     """Return the names of the functions behind a tensor whose backward pass is not torch's."""
-    found, waiting, seen = set[str](), [tensor.grad_fn], set[Any]()
+    waiting, seen = [tensor.grad_fn], set[Any]()
     while waiting:
-        node = waiting.pop()
-        if node is not None and node not in seen:
+        if (node := waiting.pop()) is not None and node not in seen:
             seen.add(node)
             waiting += [one for one, _ in node.next_functions]
-            if isinstance(node, BackwardCFunction) and not type(node).__name__.startswith("Compiled"):
-                found.add(type(node).__name__.removesuffix("Backward"))
-    return found
+    names = {type(node).__name__ for node in seen if isinstance(node, BackwardCFunction)}
+    return {name.removesuffix("Backward") for name in names if not name.startswith("Compiled")}
