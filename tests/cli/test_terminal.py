@@ -65,6 +65,7 @@ def compared() -> Comparison:
     parameters = [name for name in PARAMETERS for _ in range(2)]
     some = replace(real.weights.tensors[3], rounded=False)
     tensors = [replace(some, name=name, distance=100 + at) for at, name in enumerate(parameters)]
+    errors = tuple(replace(real.activations.points[0], point=point, error=len(point)) for point in points(LAYERS))
     passages = ("to be or not", "the cat sat on the mat")
     scored = score_last_words(lambda ids: torch.zeros(*ids.shape, 99), chars_of("".join(passages)), passages, context=64)
     return replace(
@@ -72,9 +73,7 @@ def compared() -> Comparison:
         a=replace(real.a, name=NAMES[0]),
         b=replace(real.b, name=NAMES[1]),
         weights=replace(real.weights, tensors=tuple(tensors)),
-        activations=replace(
-            real.activations, points=tuple(replace(real.activations.points[0], point=p, error=len(p)) for p in points(LAYERS))
-        ),
+        activations=replace(real.activations, points=errors),
         words=replace(
             real.words,
             passages=tuple(replace(p, words=tuple(replace(w, js=0.5) for w in p.words)) for p in real.words.passages),
@@ -85,10 +84,8 @@ def compared() -> Comparison:
 
 
 def mapped() -> MappingReport:
-    rows = [
-        MappingRow(f"transformer.decoder_layers.{n}.self_attention.qkv_projection.weight", (3, 3), (source,), "transposed")
-        for n, source in enumerate(PARAMETERS)
-    ]
+    long = "transformer.decoder_layers.{}.self_attention.qkv_projection.weight"
+    rows = [MappingRow(long.format(n), (3, 3), (source,), "transposed") for n, source in enumerate(PARAMETERS)]
     return MappingReport("Port", "gpt2", tuple(rows), {}, {}, {}, (), (), ("a note " * 30,), 1e-15, "the logits agree", True)
 
 
@@ -137,10 +134,8 @@ def test_the_names_that_could_be_cut_off_are_there() -> None:
 
 def test_a_benchmark_fits() -> None:
     seconds, speeds = Spread(112.3, 101.2, 123.4), Spread(12_345.6, 11_234.5, 13_456.7)
-    rows = tuple(
-        Row("decode after 16 x 1024", unit, spread, spread, Spread(1.1, 1.0, 1.2))
-        for unit, spread in (("s", seconds), ("tokens/s", speeds))
-    )
+    both = ("s", seconds), ("tokens/s", speeds)
+    rows = tuple(Row("decode after 16 x 1024", unit, spread, spread, Spread(1.1, 1.0, 1.2)) for unit, spread in both)
     here = {"processor": "x86_64", "threads": 2, "versions": VERSIONS}
     assert max(map(len, Bench("random:gpt2", 124_439_808, "float32", 5, rows, here).table().splitlines())) <= 80
 

@@ -237,3 +237,6 @@ def test_light_and_dark_are_both_drawn(browser: Browser, tmp_path: Path) -> None
     browser("Emulation.setEmulatedMedia", features=[])
     assert [each[0][3] for each in seen.values()] == [0, 0]  # the page shines through
     assert {scheme: each[1] for scheme, each in seen.items()} == {"light": [200, 85, 27, 255], "dark": [240, 147, 92, 255]}
+    assert main(["compare", "shakespeare-mini", "--attention", PROMPT, "--html", str(tmp_path / "a.html")]) == 0
+    browser.open((tmp_path / "a.html").as_uri(), 1280)  # one model: a choice among models was there
+    assert browser.value("[...document.querySelectorAll('.switch label')].map(x => !!x.offsetParent)") == [False, True, True]
