@@ -43,10 +43,10 @@ def _started(event: Started) -> str:
     recipe, config = event.recipe, event.config
     lines = [*event.notes, f"{recipe.name}: {recipe.description}"]
     lines.append(
-        f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens · "
+        f"{config.num_parameters():,} parameters · {event.train_tokens:,} training and {event.val_tokens:,} validation tokens\n"
         f"{recipe.steps} steps of {recipe.batch_size} x {recipe.context} = {recipe.batch_size * recipe.context:,} tokens"
     )
-    known = "" if recipe.data.path else f" · {promise(recipe)}"  # of the recipe's own text
+    known = "" if recipe.data.path else f"\n{promise(recipe)}"  # of the recipe's own text
     lines.append(f"about {size(event.memory)} of memory beside torch's own{known}")
     return "\n".join([*lines, *([f"going on after step {event.step}"] if event.step else [])])
 
