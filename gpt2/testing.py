@@ -1,7 +1,7 @@
 """Assert in a test that two models do the same: ``assert_same(a, b, kl=1e-3)``, as a function and as a pytest fixture."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
@@ -31,19 +31,20 @@ def assert_same(
     __tracebackhide__ = True  # pytest shows the test's line and the figures, not this function
     from gpt2.comparison.gates import METRICS, Gate
     from gpt2.comparison.pairs import Saved, compare_sides
-    from gpt2.comparison.results import Comparison
     from gpt2.comparison.settings import Settings
 
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
     least = {name for name, metric in METRICS.items() if metric.least}
     gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
-    comparison = compare_sides([Saved(a), Saved(b)], Settings(on=on, tokens=tokens, cases=cases))
-    assert isinstance(comparison, Comparison)
-    judged = [gate.judge(comparison) for gate in gates]
+    try:
+        found = cast("Comparison", compare_sides([Saved(a), Saved(b)], Settings(on=on, tokens=tokens, cases=cases)))
+        judged = [gate.judge(found) for gate in gates]
+    except InputError as error:
+        raise error.with_traceback(None) from None  # nor where in ours a wrong path was seen
     if met := [str(each) for each in judged if each.met]:
         raise AssertionError(f"{a} and {b} differ: " + "; ".join(met))
-    return comparison
+    return found
 
 
 @pytest.fixture(name="assert_same")

@@ -183,7 +183,6 @@ def _surprise(p: float | None) -> int:
 
 
 def _shown(text: str) -> str:
-    """Make a token visible in a cell: control characters, and spaces that stand alone, become symbols."""
     return visible(text) or "∅"
 
 
