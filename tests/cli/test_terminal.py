@@ -68,17 +68,15 @@ def compared() -> Comparison:
     errors = tuple(replace(real.activations.points[0], point=point, error=len(point)) for point in points(LAYERS))
     passages = ("to be or not", "the cat sat on the mat")
     scored = score_last_words(lambda ids: torch.zeros(*ids.shape, 99), chars_of("".join(passages)), passages, context=64)
+    seen = tuple(replace(each, words=tuple(replace(word, js=0.5) for word in each.words)) for each in real.words.passages)
+    said = tuple(replace(each, a=f"{each.a} \0\x1b[2J", b="\0" * 50) for each in real.words.continuations)
     return replace(
         real,
         a=replace(real.a, name=NAMES[0]),
         b=replace(real.b, name=NAMES[1]),
         weights=replace(real.weights, tensors=tuple(tensors)),
         activations=replace(real.activations, points=errors),
-        words=replace(
-            real.words,
-            passages=tuple(replace(p, words=tuple(replace(w, js=0.5) for w in p.words)) for p in real.words.passages),
-            continuations=tuple(replace(each, a=f"{each.a} \0\x1b[2J", b="\0" * 50) for each in real.words.continuations),
-        ),
+        words=replace(real.words, passages=seen, continuations=said),
         last_words=LastWords(scored, scored, last_words_change(scored, scored)),
     )
 
@@ -125,7 +123,7 @@ def test_the_names_that_could_be_cut_off_are_there() -> None:
     """Control: all parts are present, with the longest names; those of projects are the widest cells of verify's tables."""
     text = verified().table(80)
     assert {"attn.weights", "h.11.attn.c_attn.weight"} <= words_of(text)
-    assert {cell for record in public_record() for cell in (record.source.project, record.kind.value)} <= {*text.split()}
+    assert {cell for record in public_record() for cell in (record.source["project"], record.kind)} <= {*text.split()}
     text = compared().table(80)
     parts = ["Weights", "Activations", "Distributions", "Words", "last words right", "prompt", *NAMES]
     assert [part for part in parts if part not in text] == []
@@ -133,8 +131,7 @@ def test_the_names_that_could_be_cut_off_are_there() -> None:
 
 
 def test_a_benchmark_fits() -> None:
-    seconds, speeds = Spread(112.3, 101.2, 123.4), Spread(12_345.6, 11_234.5, 13_456.7)
-    both = ("s", seconds), ("tokens/s", speeds)
+    both = ("s", Spread(112.3, 101.2, 123.4)), ("tokens/s", Spread(12_345.6, 11_234.5, 13_456.7))
     rows = tuple(Row("decode after 16 x 1024", unit, spread, spread, Spread(1.1, 1.0, 1.2)) for unit, spread in both)
     here = {"processor": "x86_64", "threads": 2, "versions": VERSIONS}
     assert max(map(len, Bench("random:gpt2", 124_439_808, "float32", 5, rows, here).table().splitlines())) <= 80
@@ -145,8 +142,7 @@ def test_lists_fit(argv: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pyt
     """Recipe descriptions and sha256 sums were longer than 80 columns, and the terminal broke them at any place."""
     monkeypatch.setenv("COLUMNS", "80")
     out = printed(capsys, *argv)
-    lines = out.splitlines()
-    assert len(lines) > 5
+    assert len(lines := out.splitlines()) > 5
     if not argv:  # the command alone prints its help; it gave an error about a missing argument
         assert all(command in out for command in COMMANDS)
     assert [line for line in lines if len(line) > 80 and "/" not in line] == []  # paths are not wrapped
@@ -160,8 +156,7 @@ def test_help_fits(name: str, columns: int, monkeypatch: pytest.MonkeyPatch, cap
     with pytest.raises(SystemExit):
         main([name, "--help"])
     out = capsys.readouterr().out
-    if columns == 80:
-        assert [line for line in out.splitlines() if len(line) > 80] == []
+    assert columns < 80 or max(map(len, out.splitlines())) <= 80
     joined = out.replace(" \\\n   ", "")
     examples = [re.split(r" {2,}", line.strip())[0] for line in file_of(name).EXAMPLES.splitlines() if line.startswith("  gpt2 ")]
     ragged = re.findall(r"^  gpt2 .*\S {2}\S.*", out, re.MULTILINE)  # a comment stands in its column, or below
