@@ -96,7 +96,7 @@ def said(fits: object) -> list[str]:
 
 def c_fc() -> tuple[Linear, torch.Tensor, torch.Tensor]:
     weight, bias = STATE["h.0.mlp.c_fc.weight"], STATE["h.0.mlp.c_fc.bias"]
-    return Linear("mlp.c_fc", weight, bias, {}), weight, bias
+    return Linear("mlp.c_fc", weight, bias), weight, bias
 
 
 @pytest.mark.parametrize("bent", [0.0, 0.01])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gpt2.port.alternatives.norms import layer_norm
-from gpt2.port.fits.observed import Fit, Observed, combined, distinct, formula, keeps_angles, nice
+from gpt2.port.fits.observed import Fit, Observed, distinct, keeps_angles, nice
 from gpt2.port.graph import THIRDS
 from gpt2.port.terms.causes import Cause
 
@@ -19,24 +19,19 @@ LEAST = 0.05  # the least weight of a norm, of the largest, through which its ow
 
 
 def vectors_of(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the biases and norms' weights of a checkpoint, and the thirds of c_attn's biases: what may be held by mistake."""
-    out = {name: tensor for name, tensor in state.items() if tensor.ndim == 1}
-    for name, tensor in list(out.items()):
-        if name.endswith("c_attn.bias"):
-            out |= {f"{name} ({letter})": third for letter, third in zip("qkv", tensor.chunk(3), strict=True)}
-    return out
+    """Return the biases and norms' weights of a checkpoint: what a norm may hold by mistake."""
+    return {name: tensor for name, tensor in state.items() if tensor.ndim == 1}
 
 
 class Linear:
-    """The linear layer ``part`` with ``weight`` and ``bias``; ``vectors``: all others that it may hold."""
+    """The linear layer ``part`` with ``weight`` and ``bias``."""
 
-    def __init__(self, part: str, weight: Tensor, bias: Tensor, vectors: Mapping[str, Tensor]) -> None:
-        self.part, self.weight, self.bias, self.vectors = part, weight, bias, vectors
+    def __init__(self, part: str, weight: Tensor, bias: Tensor) -> None:
+        self.part, self.weight, self.bias = part, weight, bias
         self.where = part if part in THIRDS else f"{part}.weight"
 
     def fits(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Yield what the layer computed from ``x`` to give ``seen`` at ``rows``."""
-        yield from self._scaled(seen, x, rows)
         yield from self._bias(seen, x, rows)
         if other_weights(seen, x, rows):
             words = "the weight is not the checkpoint's in any known way"
@@ -44,28 +39,6 @@ class Linear:
 
     def fault(self, id: str, words: str, leaf: str = "", mend: str | None = None) -> Cause:
         return Cause.at(id, self.where.replace(".weight", f".{leaf}") if leaf else self.where, words, mend=mend)
-
-    def _scaled(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
-        """Multiples of the product, the bias and the input."""
-        product, bias = x @ self.weight, self.bias.expand_as(seen.value)
-        terms = {"the product": product, "the bias": bias} if bool(self.bias.any()) else {"the product": product}
-        if x.shape == seen.value.shape:
-            terms["the layer's input"] = x
-        if (found := combined(terms, rows, seen)) is None:
-            return
-        factors, fit = found
-        one, times, own = (factors.get(name, 0.0) for name in ("the product", "the bias", "the layer's input"))
-        if one == 1 and not own:
-            words = f"the bias is added {times:g} times" if times else "no bias is added"
-            fault = self.fault("extra-bias" if times > 1 else "wrong-tensor" if times else "missing-bias", words, "bias")
-        elif not one or own == 1:
-            words = f"its result is {formula(factors)}" + ("" if one else ": there is no product with the weight")
-            id = "wrong-tensor" if one else "not-loaded"
-            fault = self.fault("output-projection-missing" if self.part == "attn.c_proj" and own else id, words)
-        else:
-            id = "residual-scaled" if self.part.endswith("c_proj") else "wrong-tensor"
-            fault = self.fault(id, f"its result is {formula(factors)}")
-        yield seen.fitted(fit.value, rows, fault)
 
     def _bias(self, seen: Observed, x: Tensor, rows: Tensor) -> Iterator[Fit | None]:
         """Another bias: what is added is the same at every token."""
@@ -80,9 +53,6 @@ class Linear:
             at = lost.nonzero().flatten().tolist()
             which = f"columns {at[0]} to {at[-1]}" if len(at) == at[-1] - at[0] + 1 else f"{len(at)} columns"
             id, words, value = "missing-bias", f"{which} have no bias", self.bias.masked_fill(lost, 0.0)
-        for name, one in self.vectors.items():
-            if one.shape == added.shape and float((added - one).abs().max()) <= loose:
-                words, value = f"the bias is the checkpoint's {name}", one
         mend = "y = x @ w + b  # all entries of b" if bool(lost.any()) and id == "missing-bias" else None
         yield seen.fitted(product + value, rows, self.fault(id, words, "bias", mend))
 

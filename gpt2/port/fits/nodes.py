@@ -55,7 +55,7 @@ def _numbers(model: Model, layer: int, node: str, state: State, seen: Observed, 
     """Yield the free numbers of the node's own formula."""
     site, config = model.site(layer), model.config
     if node in MODULES:
-        linear = Linear(node, *site.linear(node), vectors_of(model.state))
+        linear = Linear(node, *site.linear(node))
         yield from linear.fits(seen, state[READS[node][0]], rows)
     elif node in ("ln_1", "ln_2"):
         norm = Norm(node, *site.numbers(node), config.layer_norm_epsilon, vectors_of(model.state))
