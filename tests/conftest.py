@@ -22,6 +22,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 SET = ("PYTEST_CURRENT_TEST", "OMP_WAIT_POLICY", "TORCHINDUCTOR_CACHE_DIR")  # by pytest, a command of ours and torch
 LONG = re.compile("test_(documents|notebooks|types|packaging|fuzz|parallel|devices|embedded|cost|shards).py")
+FORKING = {"forks", "job", "killed", "report_of", "watch_a_fork"}  # names that a file imports if its tests start forks
 LOGGERS = [logging.getLogger(name) for name in ("root", "gpt2")]
 
 
@@ -34,9 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the files of the longest tests: one that began last ran beside an idle core."""
-    if config.option.markexpr == "slow":
-        items.sort(key=lambda item: not LONG.fullmatch(item.path.name))
+    """Begin with the files of the longest tests: one that began last ran beside an idle core. Of the quick ones, begin with
+    those that fork: the first worker gets them all, and the other one starts no second process that imports torch for forks."""
+    slow = config.option.markexpr == "slow"
+    items.sort(key=lambda item: not (LONG.fullmatch(item.path.name) if slow else FORKING & vars(item.module).keys()))
 
 
 def pytest_collection_finish() -> None:
@@ -62,12 +64,8 @@ def of_the_process() -> dict[str, object]:
     found |= {number.name: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     found["logging"] = [(logger.level, logger.propagate, len(logger.handlers)) for logger in LOGGERS]
     if torch := sys.modules.get("torch"):
-        found["torch"] = (
-            torch.get_num_threads(),
-            torch.get_default_dtype(),
-            torch.is_grad_enabled(),
-            torch.is_inference_mode_enabled(),
-        )
+        asked = torch.get_num_threads, torch.get_default_dtype, torch.is_grad_enabled, torch.is_inference_mode_enabled
+        found["torch"] = [each() for each in asked]
     return found
 
 
