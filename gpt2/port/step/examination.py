@@ -127,8 +127,13 @@ class StepExamination:
         moves = StepMoves(self.findings, sessions, self.settings, roles)
         self.clip = read_clipping(moves.sessions)
         loss = [float(one.weights.sum()) or 1.0 if one else 1.0 for one in self.readings]  # what it is multiplied by
-        scales = [[1.0] * len(loss)] + [loss] * (max(abs(one - 1) for one in loss) > CLOSE)
+        if self.clip.odd and not moves.odd:
+            made = [[*map(Watched.scaled, calls, loss)] for calls in sessions]
+            if not (clip := read_clipping([[one for call in calls for one in call.updates] for calls in made])).odd:
+                self.calls, self.clip = made[0], clip
+                return moves
         arrived, least = bool(self.clip.odd), math.inf
+        scales = [[1.0] * len(loss)] + [loss] * (max(abs(one - 1) for one in loss) > CLOSE and not arrived)
         for by, limit in itertools.product(scales, (self.settings.clip or 1.0, math.inf)) if moves.odd or arrived else ():
             hidden = partial(Watched.hidden, limit=limit, arrived=arrived)
             made = [[*map(hidden, calls, by)] for calls in sessions]

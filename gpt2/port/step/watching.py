@@ -113,6 +113,9 @@ class Watched:
     dropouts: set[float] = field(default_factory=set)
     noise: bool = False  # normal noise was drawn, and made zero
 
+    def scaled(self, scale: float) -> "Watched":
+        return replace(self, updates=[replace(one, scale=scale) for one in self.updates])
+
     def hidden(self, scale: float, limit: float, *, arrived: bool) -> "Watched":
         """Return what it is if gradients, or what ``arrived``, are divided by a scale and clipped where nobody sees it."""
         given = [one.held if arrived else one.gradient for one in self.updates]
