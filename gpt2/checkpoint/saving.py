@@ -54,6 +54,17 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: 
     return directory
 
 
+def save_official(model: GPT2, tokenizer: Tokenizer | None, directory: Path) -> Path:
+    """Write a model for somebody's code as :func:`save` does, but under the official file's names: without a prefix."""
+    tensors = _plain(model)
+    with writing(directory):
+        write_file(directory / WEIGHTS, safetensors_file(tensors))
+        save_config(model.config, tensors["wte.weight"].dtype, directory)
+        if tokenizer is not None:
+            tokenizer.save(directory, n_positions=model.config.n_positions)
+    return directory
+
+
 def save_config(config: GPT2Config, dtype: torch.dtype, directory: Path, ends: tuple[int, ...] | None = None) -> None:
     """Write config.json and generation_config.json for weights of ``dtype``; ``ends`` end a text, else what the config says."""
     stated = config.to_hf(DTYPE_NAMES[dtype])

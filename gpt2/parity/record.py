@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
-from typing import Any
+from typing import Any, Literal, TypedDict
 
 import torch
 
@@ -20,6 +20,13 @@ from gpt2.model import GPT2
 from gpt2.pages.reports import Line, Printed, Section, Styled, numbers
 
 
+class Source(TypedDict):
+    """Who published a number, and where."""
+
+    project: str
+    url: str
+
+
 @dataclass(frozen=True)
 class Record:
     """One published result: ``values`` with an absolute ``tolerance``, or a greedy ``continuation``.
@@ -28,8 +35,9 @@ class Record:
     """
 
     model: str  # an official name: "gpt2"
-    kind: str  # "logits" of ``columns`` at ``position``; "loss", mean nats per token of ``ids``; "greedy-text" after ``prompt``
-    source: dict[str, str]  # the ``project`` that published it, and the ``url``
+    # Logits of ``columns`` at ``position``; mean loss over ``ids``, nats per token; the greedy ``continuation`` of ``prompt``.
+    kind: Literal["logits", "loss", "greedy-text"]
+    source: Source
     protocol: str  # details without a field of their own
     values: tuple[float, ...] = ()
     tolerance: float = 0.0

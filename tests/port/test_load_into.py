@@ -423,6 +423,18 @@ def test_transformations_in_words(port: str, name: str, sources: str, words: str
     assert row.transformation == words
 
 
+def test_parameters_that_keras_registers_when_it_is_asked() -> None:
+    """KerasHub's GPT2CausalLM loses what keras registered: it was told that nothing looks up a table of parameters."""
+
+    class Late(Port):
+        def _track_variables(self) -> None:
+            self._modules["words"] = vars(self)["words"]
+
+    module = Late()
+    vars(module)["words"] = module._modules.pop("words")
+    assert load_into(module, checkpoint()).ok
+
+
 def test_the_table_and_the_json() -> None:
     """The table groups parameters with the same transformation; the JSON lists each."""
     report = report_of("no_out_bias")

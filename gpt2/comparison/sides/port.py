@@ -15,7 +15,7 @@ from gpt2.checkpoint.checkpoint import Checkpoint
 from gpt2.checkpoint.containers import listed
 from gpt2.checkpoint.files import open_weights
 from gpt2.checkpoint.keys import WRAPPERS
-from gpt2.checkpoint.saving import save
+from gpt2.checkpoint.saving import save_official
 from gpt2.comparison.sides.side import Side, T
 from gpt2.damage import look
 from gpt2.errors import InputError
@@ -60,7 +60,7 @@ class PortSide(Side):
         path = getattr(self.beside, "path", temporary)
         if not (path / "config.json").is_file():
             tokenizer = next(side.tokenizer for side in self.sides if side.checkpoint is self.beside)
-            path = save(self.beside.load(), tokenizer, temporary / "checkpoint")
+            path = save_official(self.beside.load(), tokenizer, temporary / "checkpoint")
         return str(path)
 
     def held(self) -> ModuleCheckpoint:

@@ -13,10 +13,10 @@ import torch
 
 from gpt2.checkpoint.checkpoint import open_checkpoint
 from gpt2.checkpoint.names import FLOATS, ModelName
+from gpt2.checkpoint.saving import save_official
 from gpt2.errors import InputError, printable
 from gpt2.measure.dumps import SUFFIXES, Dump, read
 from gpt2.measure.metrics import Progress, relative_error, silent
-from gpt2.port.diagnosis.worker import write_official
 from gpt2.port.dump.examination import exact_weights, examine
 from gpt2.port.terms.causes import Cause
 from gpt2.port.terms.report import Diagnosis
@@ -51,7 +51,7 @@ def diagnose_program(
         np.save(folder / GIVEN["ids"], ids[0].numpy())
         (folder / GIVEN["text"]).write_text(" ".join(map(str, ids[0].tolist())) + "\n")
         if "{model}" in command:
-            write_official(right.float(), folder / GIVEN["model"])
+            save_official(right.float(), None, folder / GIVEN["model"])
         for placeholder, file in GIVEN.items():
             words = [word.replace(f"{{{placeholder}}}", str(folder / file)) for word in words]
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from gpt2.checkpoint.checkpoint import Checkpoint, StoredCheckpoint, open_checkpoint
 from gpt2.checkpoint.names import FLOATS, ModelName
+from gpt2.checkpoint.saving import save_official
 from gpt2.errors import InputError, out_of_memory, words_of
 from gpt2.measure.user_code import Target, builder, error_line, error_place, function_of, module_of
 from gpt2.model import GPT2
@@ -123,18 +124,7 @@ def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
     as_stored = type(checkpoint) is StoredCheckpoint and checkpoint.dtype == checkpoint.stored  # no adapter, its own dtype
     if isinstance(checkpoint, StoredCheckpoint) and as_stored and (checkpoint.path / "config.json").is_file():
         return checkpoint.path
-    return write_official(model, place / "checkpoint")
-
-
-def write_official(model: GPT2, folder: Path) -> Path:
-    """Make ``folder``, and write ``config.json`` and ``model.safetensors`` into it in the official layout."""
-    from safetensors.torch import save_file
-
-    folder.mkdir()
-    state = {name: tensor.contiguous() for name, tensor in model.state_dict().items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(model.config.to_hf(), indent=2))
-    return folder
+    return save_official(model, None, place / "checkpoint")
 
 
 def _once(module: nn.Module, model: GPT2) -> Exception | None:

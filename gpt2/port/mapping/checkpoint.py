@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -49,7 +49,7 @@ SCALINGS = [{"scale_attn_weights": a, "scale_attn_by_inverse_layer_idx": b} for 
 class ModuleCheckpoint(Checkpoint):
     """A module's weights and config, in memory; ``notes`` say what was added, left out or rounded."""
 
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor] = field(repr=False)
     notes: tuple[str, ...]
 
     def reader(self, *, mapped: bool = True) -> Reader:

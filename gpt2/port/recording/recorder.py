@@ -249,7 +249,7 @@ class Recorder(OperatorMode):
 def give_shapes(module: nn.Module, config: GPT2Config, name: str) -> None:
     """Make a module register its parameters (keras) and give lazy ones a shape by a call; InputError if they hold nothing."""
     for part in list(module.modules()):
-        part.named_parameters()
+        getattr(part, "_track_variables", part.named_parameters)()  # KerasHub loses what keras had registered
     require_float(module, "reading a module")
     if packed := [part for part, each in module.named_modules() if hasattr(each, "_packed_params")]:
         made = f"its layer {packed[0]} has packed int8 weights, as of torch.ao's quantize_dynamic, which hide the numbers"

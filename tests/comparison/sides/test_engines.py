@@ -255,7 +255,9 @@ def test_a_port(base: Path, text: str, tmp_path: Path, capsys: pytest.CaptureFix
     assert "no list of" in flat.compatibility.impossible["activations"]
     assert flat.distributions.kl_ab.max < 1e-9
     assert (sys.argv, sys.path) == (argv, path)
-    reads = port(tmp_path / "reads.py", "gpt2.load_tokenizer(folder)")  # it was not in the folder of a model in memory
+    # The folder of a model in memory had no tokenizer, and names with a prefix, unlike the one that diagnose makes.
+    names = "from safetensors.torch import load_file; assert 'wte.weight' in load_file(folder + '/model.safetensors')"
+    reads = port(tmp_path / "reads.py", f"gpt2.load_tokenizer(folder); {names}")
     assert compare(gpt2.load(model), reads, on=text, tokens=24).distributions.kl_ab.max < 1e-9
     assert "compare it with a" in refusal(compare, same, same, on=text, tokens=20)
     assert "--blame puts parts of B into A" in refusal(compare, model, same, on=text, tokens=20, blame=True)
