@@ -20,8 +20,8 @@ from gpt2.model import GPT2
 from gpt2.pages.reports import Line, Printed, Section, Styled, numbers
 
 
-class Source(TypedDict):
-    """Who published a number, and where."""
+class Published(TypedDict):
+    """Who published a number, and where: a row of the data file."""
 
     project: str
     url: str
@@ -37,7 +37,7 @@ class Record:
     model: str  # an official name: "gpt2"
     # Logits of ``columns`` at ``position``; mean loss over ``ids``, nats per token; the greedy ``continuation`` of ``prompt``.
     kind: Literal["logits", "loss", "greedy-text"]
-    source: Source
+    source: Published
     protocol: str  # details without a field of their own
     values: tuple[float, ...] = ()
     tolerance: float = 0.0
