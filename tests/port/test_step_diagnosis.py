@@ -239,6 +239,7 @@ ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
 HELD = {"zero": "pass", "backward": "(loss / 4).backward()", "clip": "pass"}
 HELD |= {"update": f"if step % 4 == 3: {LINES['clip']}; optimizer.step(); {ZERO}"}
 GROWING = {"backward": "(loss * 2.0 ** (step + 4)).backward()", "clip": "[p.grad.div_(2.0 ** (step + 4)) for p in params]"}
+LATER = LINES["clip"] + "; [p.grad.div_(2.0**step) for p in params]"
 AGAIN = f"optimizer.step(); {ZERO}; F.cross_entropy(model(x).flatten(0, 1), targets).backward()"
 EACH_PART = {"backward": HEALED["step-per-micro-batch"][1], "update": "pass"}
 APART, LATE, COUPLED = "padding-in-average accumulation-not-averaged", "decay-after-update decay-on-all", "decay-coupled"
@@ -275,6 +276,7 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "a penalty": ("", {"loss": f"{LINES['loss']} + 0.05 * sum((p**2).sum() for p in params if p.ndim > 1)"}, "decay-coupled"),
     "over four calls": ("", HELD, "update-skipped"),
+    "clipped, then unscaled": ("", {"backward": "(loss * 2.0**step).backward()", "clip": LATER}, "clip-threshold"),
     "a scale that grows": ("free", GROWING, ""),
     "the same tokens again": ("free flat", {"clip": AGAIN, "rate": "pass"}, None),
     "decay in .grad": ("free", {"groups": GROUPS % 0, "clip": "[p.grad.add_(0.1 * p) for p in params if p.ndim > 1]"}, COUPLED),

@@ -82,10 +82,13 @@ def read_clipping(sessions: Sequence[Sequence[Update]]) -> Clip:
         held |= {name: held[name].times(abs(factor)) for name, factor in outliers.items() if name in held}
     share = small[0] if steady(small, SAME) else 1.0  # the second may be clipped
     found = _explained(pairs, share)
+    scale = scales[0]
     if found.odd and not steady(scales, SAME):  # clipped, and then divided by a scale that changes
         early = _explained([(held.times(by), used.times(by)) for (held, used), by in zip(pairs, scales, strict=True)], share)
-        found = found if early.odd else replace(early, limit=early.limit / scales[0])
-    return replace(found, scale=scales[0], outliers=outliers)
+        if not early.odd:
+            scale = next((by for by in scales if abs(by - 1) > SAME), scale)  # with 1 alone, the limit would look right
+            found = replace(early, limit=early.limit / scale)
+    return replace(found, scale=scale, outliers=outliers)
 
 
 def _explained(pairs: Sequence[tuple[Gradient, Gradient]], share: float) -> Clip:
