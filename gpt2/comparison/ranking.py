@@ -17,7 +17,7 @@ from gpt2.comparison.passage import Scored
 from gpt2.comparison.results import Measured
 from gpt2.comparison.sides.side import ComparedModel
 from gpt2.measure.environment import Environment
-from gpt2.measure.estimates import Bootstrap, Estimate
+from gpt2.measure.estimates import Bootstrap, Estimate, formatted
 from gpt2.measure.last_words import LastWord
 from gpt2.pages.reports import Column, Line, Printed, Section, as_json, bold, dim, numbers, yellow
 
@@ -133,7 +133,7 @@ class Comparisons(Printed):
             over, under = (floors[place], floors[before]) if {before, place} <= floors.keys() else (EXACT, EXACT)
             explained = Estimate(over.value / under.value, over.low / under.high, over.high / under.low)
             how = "" if behind is None else " equal" if equal(behind, explained) else " worse"
-            by = "" if behind is None else f"{how} (x {behind.value:#.4g}, {behind.span('#.4g') or 'exactly'})"
+            by = "" if behind is None else f"{how} (x {formatted(behind.value, '#.4g')}, {behind.span('#.4g') or 'exactly'})"
             words.append(f"{self.letters[place]}{by}")
         asked = "last words" if all(each.last_words for each in self.candidates) else self.bits_per
         return f"best by {asked}: {'; '.join(words)}; perplexity beside the one before" if len(words) > 1 else ""

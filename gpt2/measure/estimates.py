@@ -45,7 +45,7 @@ class Estimate:
         """Format the interval: "no interval" of a single value; "" if it has no width, or is not a number."""
         if not self.known:
             return "no interval"
-        return f"{self.low:{form}}{between}{self.high:{form}}" if self.low < self.high else ""
+        return f"{formatted(self.low, form)}{between}{formatted(self.high, form)}" if self.low < self.high else ""
 
     def through(self, function: Callable[[float], float]) -> "Estimate":
         """Apply a function that never falls to the value and to both ends of its interval."""
@@ -54,11 +54,15 @@ class Estimate:
 
     def cells(self, form: str, span: str = "") -> tuple[str, str]:
         """Return the value and the interval, which may have a form of its own, for two columns of a table."""
-        return f"{self.value:{form}}", self.span(span or form)
+        return formatted(self.value, form), self.span(span or form)
 
     def text(self, form: str) -> str:
         """Format the value, with its interval if that has a width."""
-        return f"{self.value:{form}}" + (f" ({span})" if (span := self.span(form)) else "")
+        return formatted(self.value, form) + (f" ({span})" if (span := self.span(form)) else "")
+
+
+def formatted(value: float, form: str) -> str:
+    return format(value, form).removesuffix(".")  # "#.4g" of 1234 ends with a point
 
 
 def positive(value: float) -> float:
