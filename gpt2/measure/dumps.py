@@ -145,7 +145,10 @@ def as_ids(values: Any, where: str, config: GPT2Config, *, also: int = 0) -> Ten
     shape = tuple(given.shape)
     if given.ndim not in (1, 2) or not given.numel():
         raise InputError(f"{where}: has shape {shape}, and ids are (T,) or (B, T); {SAVE}")
-    if given.dtype == torch.bool or (given.is_floating_point() and not bool((given == given.round()).all())):
+    wrong = given.dtype == torch.bool
+    if given.is_floating_point():  # which rounds larger whole numbers
+        wrong = bool(((given != given.round()) | (given > 2 / torch.finfo(given.dtype).eps)).any())
+    if wrong:
         raise InputError(f"{where}: holds {str(given.dtype).removeprefix('torch.')} values that are not ids; {SAVE}")
     ids = given.long().reshape(-1, shape[-1])
     outside = ids[(ids >= config.vocab_size) | ((ids < 0) & (ids != also))]
