@@ -36,12 +36,12 @@ def assert_same(
     if not limits:
         raise InputError(f"assert_same needs a limit, such as kl=1e-3; there are {', '.join(METRICS)}")
     least = {name for name, metric in METRICS.items() if metric.least}
-    gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
     try:
+        gates = [Gate.parse(f"{metric}{'<' if metric in least else '>'}{limit!r}") for metric, limit in limits.items()]
         found = cast("Comparison", compare_sides([Saved(a), Saved(b)], Settings(on=on, tokens=tokens, cases=cases)))
         judged = [gate.judge(found) for gate in gates]
     except InputError as error:
-        raise error.with_traceback(None) from None  # nor where in ours a wrong path was seen
+        raise error.with_traceback(None) from None  # nor where in ours a wrong path or metric was seen
     if met := [str(each) for each in judged if each.met]:
         raise AssertionError(f"{a} and {b} differ: " + "; ".join(met))
     return found
