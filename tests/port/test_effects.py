@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from port.test_diagnosis import port as right
-from port.test_examination import attend, port as replaced
+from port.test_examination import GELU, causal, port as replaced, written
 from support.checks import mostly_slow
 from support.faulty import ONE as CONFIG
 from torch import Tensor, nn
@@ -19,21 +19,11 @@ import gpt2
 from gpt2.port.diagnosis import diagnose
 
 WIDTH, HEADS, SIZE = CONFIG.n_embd, CONFIG.n_head, CONFIG.head_dim
-GELU, SOFTMAX = partial(F.gelu, approximate="tanh"), partial(torch.softmax, dim=-1)
 
 
-def written(
-    block: nn.Module, x: Tensor, act: Callable = GELU, soft: Callable = SOFTMAX, scale: Tensor | float = SIZE**-0.5
-) -> Tensor:
-    """A block's forward written out."""
-    future = torch.ones(x.shape[1], x.shape[1]).triu(1).bool()
-    x = x + attend(block, block.ln_1(x), lambda q, k: soft((q @ k.mT * scale).masked_fill(future, -math.inf)))
-    return x + block.mlp.c_proj(act(block.mlp.c_fc(block.ln_2(x))))
-
-
-def port(model: gpt2.GPT2, final: bool = True, **wrong: Callable[[Tensor], Tensor] | Tensor | float) -> nn.Module:
+def port(model: gpt2.GPT2, final: bool = True, act: Callable[[Tensor], Tensor] = GELU, **wrong: Callable | Tensor) -> nn.Module:
     """nanoGPT's structure with the checkpoint in it, its blocks written out; ``final``: whether it has the last norm."""
-    module = replaced(model, partial(written, **wrong))
+    module = replaced(model, partial(written, act=act, weigh=partial(causal, **wrong)))
     if not final:
         module.transformer["ln_f"] = nn.Identity()
     return module

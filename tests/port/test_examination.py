@@ -4,7 +4,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from types import MethodType
 
 import numpy as np
@@ -30,6 +30,7 @@ from gpt2.port.recording.pool import collect
 from gpt2.port.terms import budget
 from gpt2.port.terms.causes import CAUSES
 
+GELU, SOFTMAX = partial(F.gelu, approximate="tanh"), partial(torch.softmax, dim=-1)
 P = 0.3
 DROPOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "torch.rand": lambda x: x * (torch.rand(x.shape) > P) / (1 - P),
@@ -53,9 +54,14 @@ def attend(block: nn.Module, x: Tensor, weigh: Callable[[Tensor, Tensor], Tensor
     return block.attn.c_proj((weigh(q, k) @ v).transpose(1, 2).reshape(b, t, d))
 
 
-def causal(q: Tensor, k: Tensor) -> Tensor:
-    scores = q @ k.mT / math.sqrt(q.shape[-1])
-    return scores.masked_fill(torch.ones(scores.shape[-2:]).triu(1).bool(), -math.inf).softmax(-1)
+def causal(q: Tensor, k: Tensor, soft: Callable = SOFTMAX, scale: Tensor | float = CONFIG.head_dim**-0.5) -> Tensor:
+    return soft((q @ k.mT * scale).masked_fill(torch.ones(2 * q.shape[-2:-1]).triu(1).bool(), -math.inf))
+
+
+def written(block: nn.Module, x: Tensor, act: Callable = GELU, weigh: Callable = causal) -> Tensor:
+    """A block's forward written out."""
+    x = x + attend(block, block.ln_1(x), weigh)
+    return x + block.mlp.c_proj(act(block.mlp.c_fc(block.ln_2(x))))
 
 
 @pytest.mark.parametrize("name", mostly_slow(DROPOUTS, len(DROPOUTS)))
@@ -112,11 +118,7 @@ def hiding(model: gpt2.GPT2, words: str, relu: bool) -> nn.Module:
         scores = q @ k.mT / math.sqrt(q.shape[-1])
         return scores.masked_fill(~seen[-1].tril()[:, None], -math.inf).softmax(-1).nan_to_num()
 
-    def layer(block: nn.Module, x: Tensor) -> Tensor:
-        x = x + attend(block, block.ln_1(x), weigh)
-        return x + (block.mlp.c_proj(F.relu(block.mlp.c_fc(block.ln_2(x)))) if relu else block.mlp(block.ln_2(x)))
-
-    module = port(model, layer)
+    module = port(model, partial(written, act=F.relu if relu else GELU, weigh=weigh))
     module.register_forward_pre_hook(lambda _, args: seen.append(HIDDEN[words](args[0])))
     return module
 
@@ -158,11 +160,7 @@ def unrecognised(model: gpt2.GPT2) -> nn.Module:
         far = torch.cdist(q, k).masked_fill(torch.ones(q.shape[-2], q.shape[-2]).triu(1).bool(), math.inf)
         return (-far).softmax(-1).square()
 
-    def layer(block: nn.Module, x: Tensor) -> Tensor:
-        x = x + attend(block, block.ln_1(x), weigh)
-        return x + block.mlp(block.ln_2(x))
-
-    return port(model, layer)
+    return port(model, partial(written, weigh=weigh))
 
 
 @pytest.mark.slow
@@ -427,11 +425,7 @@ def test_what_is_said_of_a_fresh_parameter_is_said_of_it_alone(two: gpt2.GPT2) -
 def pruned(model: gpt2.GPT2, approximate: str = "tanh", share: int = 0) -> nn.Module:
     """A port whose forward multiplies c_fc's weights by a mask of ones, which hides each ``share``-th row."""
 
-    def layer(block: nn.Module, x: Tensor) -> Tensor:
-        x = x + attend(block, block.ln_1(x), causal)
-        return x + block.mlp.c_proj(F.gelu(block.mlp.c_fc(block.ln_2(x)), approximate=approximate))
-
-    module = port(model, layer)
+    module = port(model, partial(written, act=partial(F.gelu, approximate=approximate)))
     for block in module.transformer["h"]:
         prune.identity(block.mlp.c_fc, "weight").weight_mask[:: share or 1] = not share
     return module
