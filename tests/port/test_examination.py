@@ -187,6 +187,7 @@ def test_what_a_hook_does_behind_a_faulty_block_is_named(id: str, change: Callab
     assert {cause.id for cause in found.causes} == {id, "gelu-variant"}, found.table()
 
 
+BEFORE = lambda x: torch.cat([F.pad(x[..., :7], (0, 0, 1, -1)), x[..., 7:]], -1)  # noqa: E731
 RELU = lambda block, x: block.mlp.c_proj(F.relu(block.mlp.c_fc(x)))  # noqa: E731
 SIDE_BY_SIDE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], set[str]]] = {
     "stacked": (lambda b, x: torch.stack([x, b.attn(b.ln_1(x)), b.mlp(b.ln_2(x))]).sum(0), {"parallel-block"}),
@@ -199,15 +200,17 @@ SIDE_BY_SIDE: dict[str, tuple[Callable[[nn.Module, Tensor], Tensor], set[str]]] 
     "dropped": (lambda b, x: x + b.mlp(b.ln_2(x)), {"residual-missing"}),
     "one norm, in turn": (lambda b, x: (y := x + b.attn(b.ln_1(x))) + b.mlp(b.ln_1(y)), {"norms-swapped"}),
     "the other norm": (lambda b, x: x + b.mlp(y := b.ln_2(x)) + b.attn(y), {"parallel-block", "norms-swapped"}),
+    "of the token before": (lambda b, x: (y := x + b.attn(BEFORE(b.ln_1(x)))) + b.mlp(b.ln_2(y)), {"not-loaded"}),
 }
 
 
 @pytest.mark.parametrize("name", mostly_slow([*SIDE_BY_SIDE], 4))
 def test_a_block_in_another_order_has_one_cause_however_its_sum_is_written(name: str, model: gpt2.GPT2) -> None:
     """A step of the sum that nothing reads was taken for the block's result: attention's was dropped, and a factor wrong. One
-    norm of both branches was said to hold the other's weights; a stack ended in a traceback."""
+    norm of both branches was said to hold the other's weights; a stack ended in a traceback. A norm whose units come of two
+    tokens is not filled, and was said to have no weight and no bias."""
     layer, causes = SIDE_BY_SIDE[name]
-    found = diagnose(port(model, layer), model)
+    found = diagnose(port(gpt2.GPT2(CONFIG) if "not-loaded" in causes else model, layer), model)
     assert {cause.id for cause in found.causes} == causes, found.table()
 
 

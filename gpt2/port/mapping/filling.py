@@ -87,7 +87,7 @@ class Own:
     first parameter for each tensor. ``head`` (V, D): a head that is not the token embedding; ``head_name``: its name. ``extra``:
     norms of parameters that are added where GPT-2 adds nothing. ``shared``: for (tensor, share) without a parameter of its own:
     the parameter used, and its main role. ``parallel``: the blocks whose branches read the same stream.
-    ``scalars``: the tensors in place of which the port has one number.
+    ``scalars``: the tensors in place of which the port has one number; ``misfits``: those of which it has something else.
     """
 
     weights: dict[str, Tensor]
@@ -99,6 +99,7 @@ class Own:
     shared: dict[tuple[str, str], tuple[str, str]] = field(default_factory=dict)
     parallel: Collection[int] = ()
     scalars: set[str] = field(default_factory=set)
+    misfits: Collection[str] = ()
 
 
 @torch.no_grad()
@@ -107,6 +108,7 @@ def own_weights(mapping: WeightMap, tensors: Mapping[str, Tensor], state: Mappin
     shapes = {name: mapping.shapes[name] for name in state}
     weights = {name: torch.full(shape, float(name.endswith(NORM_WEIGHTS)), dtype=torch.float64) for name, shape in shapes.items()}
     own = Own(weights, {name: mapping.placed[name] for name in state}, {}, parallel=mapping.anatomy.parallel)
+    own.misfits = {mapping.target(part) for part in mapping.misfits}
 
     def take(entries: Tensor, value: Tensor, parameter: str) -> list[str]:
         taken = mapping.by_tensor(entries)

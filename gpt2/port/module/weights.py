@@ -101,7 +101,7 @@ class WeightComparison:
         self._add("not-loaded", words, fresh[0].evidence, *places, confidence=0.9)
 
     def _missing_biases(self, differing: list[str]) -> None:
-        placed = {name: self.own.placed[name] for name in differing if name.endswith("bias")}
+        placed = {name: self.own.placed[name] for name in differing if name.endswith("bias") and name not in self.own.misfits}
         for missing in missing_entries(placed, self.state):
             name, place = missing.name, Place.of(missing.name)
             weight = f"{name.removesuffix('bias')}weight"
