@@ -171,6 +171,8 @@ class Examination:
             silent = [cause for cause in self.structural if cause.id == "position-missing"]
             causes = [_sure(cause, evidence) for cause in [*self.weight_causes, *silent]]
         else:
+            for one in (reference, same):
+                one.kept.clear()  # a walk takes more memory than all else, and asks for no logits of whole texts
             mixed = any(cause.id == "batch-dependent" for cause in behaviour.causes)
             divergence, causes = self._walked(ids, own, reference, mixed, worst <= rounding, outputs[-1])
         if worst <= rounding:

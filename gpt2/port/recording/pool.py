@@ -7,6 +7,7 @@ float64 numbers do not agree to 1e-12 by chance.
 import math
 from bisect import bisect_left, insort
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -58,7 +59,7 @@ class Pool:
         self._by_size: dict[int, list[tuple[float, int]]] = {}  # sum and number of the entries, by their sums
         self._sums: list[tuple[float, float]] = []  # by entry: sum and sum of squares of the finite elements
         self._moments: dict[tuple[int, float], tuple[Tensor, Tensor, Tensor]] = {}  # of the entries
-        self._sorted: dict[int, Tensor] = {}
+        self.in_order = cache(lambda number, entries=self.entries: entries[number].flatten().sort().values)  # holds no pool
         self._cuts: dict[tuple[object, ...], list[tuple[int, ...]]] = {}
         self._unit = 0.0  # the largest error of storing an entry
 
@@ -133,7 +134,7 @@ class Pool:
         out = torch.empty_like(value, memory_format=torch.contiguous_format)
         for part, own, number in zip(_slices(value, match.axes), _slices(out, match.axes), match.entries, strict=True):
             taken = torch.empty(part.numel(), dtype=torch.float64)
-            taken[part.flatten().argsort()] = self._in_order(number)
+            taken[part.flatten().argsort()] = self.in_order(number)
             own.copy_(taken.view(part.shape))
             self.budget.spend(2, 2 * SORTED * part.numel())
         return out
@@ -158,7 +159,7 @@ class Pool:
             return None
         self.budget.spend(2 * len(numbers), SORTED * n)
         mine = value.flatten().sort().values
-        compared = ((excess(self._in_order(number), mine, self.dtypes[number]), number) for number in numbers)
+        compared = ((excess(self.in_order(number), mine, self.dtypes[number]), number) for number in numbers)
         return min((one for one in compared if one[0] <= bound), default=None)
 
     def holds_like(self, values: Tensor, bound: float) -> Tensor:
@@ -181,11 +182,6 @@ class Pool:
             far = (held[:, None] - sums[..., None]).abs() > loose[:, None] * sizes[..., None] + 1e-290
             found[near] = ~far.any(0).all(1)
         return found
-
-    def _in_order(self, number: int) -> Tensor:
-        if number not in self._sorted:
-            self._sorted[number] = self.entries[number].flatten().sort().values
-        return self._sorted[number]
 
 
 def _sums(tensor: Tensor) -> tuple[float, float]:

@@ -24,17 +24,17 @@ class Reference:
         self.model = model_with(config, ((name, tensor.double()) for name, tensor in state.items()))
         self.model.requires_grad_(False)
         self.own_head, self.bias = head, torch.zeros(())
-        self._made: dict[tuple[object, ...], Tensor] = {}  # logits without the bias, of texts at the first positions
+        self.kept: dict[tuple[object, ...], Tensor] = {}  # logits without the bias, of texts at the first positions
 
     def __call__(self, ids: Tensor, positions: Tensor | slice = slice(None)) -> Tensor:
         """Return the logits of tokens at ``positions`` (T,), from 0 on if none are given."""
         if positions != slice(None):
             return self._logits(ids, positions) + self.bias
         key = (*ids.shape, *ids.flatten().tolist())
-        if (made := self._made.get(key)) is None:
+        if (made := self.kept.get(key)) is None:
             made = self._logits(ids, positions)
-            if made.numel() + sum(kept.numel() for kept in self._made.values()) < MOST_KEPT:
-                self._made[key] = made
+            if made.numel() + sum(one.numel() for one in self.kept.values()) < MOST_KEPT:
+                self.kept[key] = made
         return made + self.bias if self.bias.ndim else made
 
     def _logits(self, ids: Tensor, positions: Tensor | slice) -> Tensor:

@@ -305,6 +305,7 @@ class Search:
     def _settle(self, trial: Trial) -> None:
         """Take a block as a trial computes it."""
         number, self.last = len(self.ran), trial
+        self.observation.pool.in_order.cache_clear()  # of arrays that are known now: of all blocks they take gigabytes
         self.ran.append(trial.layer)
         self.observation.take(trial.seen.values())
         self.values |= {point_at(number, node): seen.own for node, seen in trial.seen.items()}
