@@ -238,8 +238,7 @@ PAD = "model.register_forward_hook(lambda part, args, out: F.pad(out, (0, 5)))"
 ROLLED = "F.cross_entropy(logits, torch.cat([y[:, 1:], x[:, :1]], 1).flatten())"
 HELD = {"zero": "pass", "backward": "(loss / 4).backward()", "clip": "pass"}
 HELD |= {"update": f"if step % 4 == 3: {LINES['clip']}; optimizer.step(); {ZERO}"}
-GROWING = {"backward": "(loss * 2.0 ** (step + 4)).backward()", "clip": "[p.grad.div_(2.0 ** (step + 4)) for p in params]"}
-LATER = LINES["clip"] + "; [p.grad.div_(2.0**step) for p in params]"
+GROWING = {"backward": "(loss * 2.0**step).backward()", "clip": "[p.grad.div_(2.0**step) for p in params]"}
 AGAIN = f"optimizer.step(); {ZERO}; F.cross_entropy(model(x).flatten(0, 1), targets).backward()"
 EACH_PART = {"backward": HEALED["step-per-micro-batch"][1], "update": "pass"}
 APART, LATE, COUPLED = "padding-in-average accumulation-not-averaged", "decay-after-update decay-on-all", "decay-coupled"
@@ -276,9 +275,10 @@ STRANGERS: dict[str, tuple[str, dict[str, str], str | None]] = {
     "no loss": ("", {"loss": "0 * F.cross_entropy(logits, targets)"}, "gradient-scaled"),
     "a penalty": ("", {"loss": f"{LINES['loss']} + 0.05 * sum((p**2).sum() for p in params if p.ndim > 1)"}, "decay-coupled"),
     "over four calls": ("", HELD, "update-skipped"),
-    "clipped, then unscaled": ("", {"backward": "(loss * 2.0**step).backward()", "clip": LATER}, "clip-threshold"),
+    "clipped, then unscaled": ("", {**GROWING, "clip": f"{LINES['clip']}; {GROWING['clip']}"}, "clip-threshold"),
     "a scale that grows": ("free", GROWING, ""),
     "the same tokens again": ("free flat", {"clip": AGAIN, "rate": "pass"}, None),
+    "centred": ("", {"groups": GROUPS % 0, "clip": "[p.grad.sub_(p.grad.mean()) for p in params[:9]]"}, "decay-missing"),
     "decay in .grad": ("free", {"groups": GROUPS % 0, "clip": "[p.grad.add_(0.1 * p) for p in params if p.ndim > 1]"}, COUPLED),
     "all decay at last": ("hand", {"decay": "pass", "adam": "p -= lr * direction; p -= lr * 0.1 * p"}, LATE),
     "sums of rows": ("padded", {"loss": f"{ALL}.sum() / 4"}, "loss-not-averaged"),

@@ -97,13 +97,14 @@ class StepExamination:
         judge_accumulation(findings, [*self.calls, *self.scaled[0]])
         moves = self._moves()
         if (many := max(len(call.updates) for call in self.calls)) > 1 and (moves.by_optimizer or not moves.unknown):
-            rows, detail = [one.ids for one in self.calls[0].forwards], f"the parameters are updated {many} times in a step, "
+            rows = [one.ids for one in self.calls[0].forwards if one.gradient is not None]
+            detail = f"the parameters are updated {many} times in a step, "
             if any(torch.equal(*two) for two in itertools.combinations(rows, 2)):
                 findings.leave_open("update", f"{detail}on the same tokens (SAM?)")
             else:
                 findings.add("step-per-micro-batch", "optimizer", f"{detail}after each part of its batch", OPERATORS)
         if moves.fits:
-            moves.judge(bool(self.clip.odd))
+            moves.judge(bool(self.clip.odd) and next(u for call in self.calls for u in call.updates).decayed(self.clip.odd))
         seen = any(one.error <= FITS for one in moves.known.values()) or moves.by_optimizer
         if seen or not moves.unknown or self.clip.kind or self.clip.odd:  # the gradient is used as it is seen
             judge_clipping(findings, self.clip, self.settings.clip)

@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from gpt2.errors import InputError
+from gpt2.measure.metrics import relative_error
 from gpt2.measure.user_code import logits_of
 from gpt2.port.recording.dispatch import NORMAL, RANDOM, DeterministicMode, OperatorCall, OperatorMode, tensors
 
@@ -80,6 +81,12 @@ class Update:
 
     def moves(self, name: str) -> bool:
         return not torch.equal(self.before[name], self.after[name])
+
+    def decayed(self, names: Iterable[str]) -> bool:
+        """Return whether what is used of a gradient is a sum of multiples of it and of the parameter, as a decay leaves it."""
+        known = [name for name in names if name in self.held and name in self.gradient]
+        pairs = ((torch.stack([self.held[n].values, self.before[n]], 1), self.gradient[n].values) for n in known)
+        return all(relative_error(own @ (torch.linalg.pinv(own) @ used), used) < 1e-6 for own, used in pairs)
 
 
 @dataclass
