@@ -167,12 +167,10 @@ def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int, why: str) -> 
 
     @functools.wraps(kind.forward)
     def forward(self: nn.Module, ids: Tensor, /, **given: Any) -> Any:
-        kept = [(vars(part), dict(vars(part))) for part in self.modules()]
+        set_back = kept_by(self)
 
         def call(n: int) -> Any:
-            for now, before in kept:  # a row must not read what another one left, as a cache
-                now.clear()
-                now.update(before)
+            set_back()  # a row must not read what another one left, as a cache
             rows = {name: x for name, x in given.items() if isinstance(x, Tensor) and x.ndim == 2 and len(x) == len(ids)}
             row, *others = (x[n] if flat else x[n : n + 1] for x in (ids, *rows.values()))
             return kind.forward(self, row, **given | dict(zip(rows, others, strict=True)))
@@ -182,6 +180,21 @@ def row_by_row(kind: type[nn.Module], flat: bool, vocabulary: int, why: str) -> 
         return torch.cat([logits_of(call(n), ids[n : n + 1], vocabulary) for n in range(len(ids))])
 
     return kind_of(kind, forward=forward, row_by_row=why)
+
+
+def kept_by(module: nn.Module) -> Callable[[], None]:
+    """Return what sets a module's attributes, and what is in its lists and dictionaries, back to what they are now."""
+    plain = [vars(part) for part in module.modules() if not isinstance(part, torch.jit.ScriptModule)]
+    held = [*plain, *(value for one in plain for value in one.values() if isinstance(value, list | dict))]
+    kept: list[tuple[Any, Any]] = [(x, list(x) if isinstance(x, list) else dict(x)) for x in held]
+
+    def set_back() -> None:
+        for now, before in kept:
+            if now or before:  # one that stays empty may refuse to change
+                now.clear()
+                now.extend(before) if isinstance(before, list) else now.update(before)
+
+    return set_back
 
 
 def kind_of(kind: type[nn.Module], **members: Any) -> type[nn.Module]:

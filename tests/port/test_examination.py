@@ -449,7 +449,8 @@ class Odd(nn.Module):
 
     def __init__(self, inner: nn.Module, flat: bool | None = None, times: int = 1, axes: int | None = None) -> None:
         super().__init__()
-        self.inner, self.flat, self.times, self.axes, self.kept = inner, flat, times, axes, None
+        self.inner, self.flat, self.times, self.axes, self.kept = inner, flat, times, axes, {}
+        self.fixed = type("Fixed", (dict,), {"clear": None})()  # an empty one that nobody may change
 
     def __init_subclass__(cls) -> None:
         assert cls.__name__ != "Odd", "a registry of names has it"
@@ -460,11 +461,11 @@ class Odd(nn.Module):
     def forward(self, ids: Tensor, past: Tensor | None = None) -> dict[str, Tensor]:
         if self.flat is not None and (ids.ndim != 2 - self.flat or (not self.flat and len(ids) > 1)):
             raise ValueError(ids.shape)
-        if self.axes == 3 and self.kept is not None:  # it reads them without being told
-            ids, past = ids[..., -1:], self.kept
+        if self.axes == 3 and self.kept:  # it reads them without being told
+            ids, past = ids[..., -1:], self.kept["ids"]
         given = ids.view(1, -1) if self.flat else ids
-        whole = given if past is None else torch.cat([past[..., 0].long() if self.axes is None else self.kept, given], 1)
-        self.kept = self.times * whole
+        whole = given if past is None else torch.cat([past[..., 0].long() if self.axes is None else self.kept["ids"], given], 1)
+        self.kept["ids"] = self.times * whole
         new = self.times * given[..., None].double() if self.axes is None else torch.ones([max(2, given.size(1))] * self.axes)
         return {"logits": self.inner(whole)[0][:, -given.size(1) :], "present": new}
 

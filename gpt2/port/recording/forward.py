@@ -3,14 +3,13 @@
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt2.errors import InputError
-from gpt2.measure.user_code import kind_of
+from gpt2.measure.user_code import kept_by, kind_of
 
 
 def device_of(module: nn.Module) -> torch.device:
@@ -63,9 +62,7 @@ class Borrowed:
         self._buffers = [(buffer, buffer.detach().clone()) for buffer in self.module.buffers()]
         for part, _ in self._modes:  # some modules override eval()
             part.training = False
-        self._attributes = [(x, dict(vars(x))) for x, _ in self._modes if not isinstance(x, torch.jit.ScriptModule)]
-        held = [value for _, attributes in self._attributes for value in attributes.values() if isinstance(value, list | dict)]
-        self._held: list[tuple[Any, Any]] = [(x, list(x) if isinstance(x, list) else dict(x)) for x in held]
+        self._set_back = kept_by(self.module)
         return self
 
     @property
@@ -76,12 +73,7 @@ class Borrowed:
 
     def rewind(self) -> None:
         """Restore what the module keeps beside its parameters as it was at first: a call may leave something for the next one."""
-        for part, attributes in self._attributes:
-            vars(part).clear()
-            vars(part).update(attributes)
-        for value, before in self._held:
-            value.clear()
-            value.extend(before) if isinstance(before, list) else value.update(before)
+        self._set_back()
         for buffer, old in self._buffers:
             if buffer.shape == old.shape and id(buffer) not in self._kept:
                 buffer.data.copy_(old)
