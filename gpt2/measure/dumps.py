@@ -145,9 +145,9 @@ def as_ids(values: Any, where: str, config: GPT2Config, *, also: int = 0) -> Ten
     shape = tuple(given.shape)
     if given.ndim not in (1, 2) or not given.numel():
         raise InputError(f"{where}: has shape {shape}, and ids are (T,) or (B, T); {SAVE}")
-    wrong = given.dtype == torch.bool
-    if given.is_floating_point():  # which rounds larger whole numbers
-        wrong = bool(((given != given.round()) | (given > 2 / torch.finfo(given.dtype).eps)).any())
+    wrong = given.dtype == torch.bool or given.is_complex()
+    if given.is_floating_point():  # which rounds larger whole numbers, and the next one to this
+        wrong = bool(((given != given.round()) | ~(given < 2 / torch.finfo(given.dtype).eps)).any())
     if wrong:
         raise InputError(f"{where}: holds {str(given.dtype).removeprefix('torch.')} values that are not ids; {SAVE}")
     ids = given.long().reshape(-1, shape[-1])
@@ -170,6 +170,8 @@ def _tensor(value: Any, where: str) -> Tensor:
         return torch.from_numpy(np.require(array, requirements=["C", "W"]).view(np.int16)).view(torch.bfloat16)
     if array.dtype.kind == "f" and array.dtype.itemsize > 8:
         array = array.astype(np.float64)
+    if array.dtype.kind == "u":  # no large id becomes a negative one
+        array = np.minimum(array.astype(np.uint64), np.uint64(np.iinfo(np.int64).max))
     if array.dtype.kind in "iu":
         array = array.astype(np.int64)
     elif array.dtype.kind not in "fb":

@@ -68,8 +68,9 @@ BAD = {
     "out of range": ({"ids": IDS + 60, "logits": LOGITS}, "holds the id 6"),
     "negative": ({"ids": IDS - 2, "logits": LOGITS}, "holds the id -1"),
     "four axes": ({"ids": IDS[None, None], "logits": LOGITS}, "has shape (1, 1, 2, 3), and ids are (T,) or (B, T)"),
-    "rounded": ({"ids": np.float16(2051 * IDS), "logits": LOGITS}, "holds float16 values that are not ids"),
     "fractions": ({"ids": IDS + 0.5, "logits": LOGITS}, "holds float64 values that are not ids"),
+    "rounded": ({"ids": np.full(3, 2048, np.float16), "logits": LOGITS}, "holds float16 values that are not ids"),  # or 2049
+    "unsigned": ({"ids": np.full(3, 2**64 - 1, np.uint64), "logits": LOGITS}, f"holds the id {2**63 - 1}"),
     "too long": ({"ids": np.zeros(17, int), "logits": LOGITS}, "has 17 tokens in a row, and the model has 16 positions"),
     "no floats": ({"ids": IDS, "logits": IDS}, "holds no floating-point arrays beside the ids"),
     "empty": ({"ids": IDS[:, :0], "logits": LOGITS}, "has shape (2, 0)"),
