@@ -4,7 +4,6 @@ import itertools
 import math
 from collections.abc import Collection, Sequence
 from contextlib import suppress
-from functools import partial
 
 import torch
 
@@ -16,7 +15,7 @@ from gpt2.port.step.causes import StepFindings
 from gpt2.port.step.clipping import judge_clipping, read_clipping
 from gpt2.port.step.gradients import DEAD, EQUAL, expected_gradients, judge_accumulation, judge_gradients
 from gpt2.port.step.loss import PADDED, StepBatch, judge_dropout, judge_loss, read_loss
-from gpt2.port.step.rules import CLOSE, FITS
+from gpt2.port.step.rules import FITS, steady
 from gpt2.port.step.sessions import StepError, StepSubject, random_batch
 from gpt2.port.step.settings import StepSettings
 from gpt2.port.step.updates import StepMoves
@@ -128,18 +127,15 @@ class StepExamination:
         moves = StepMoves(self.findings, sessions, self.settings, roles)
         self.clip = read_clipping(moves.sessions)
         loss = [float(one.weights.sum()) or 1.0 if one else 1.0 for one in self.readings]  # what it is multiplied by
-        if self.clip.odd and not moves.odd:
-            made = [[*map(Watched.scaled, calls, loss)] for calls in sessions]
-            if not (clip := read_clipping([[one for call in calls for one in call.updates] for calls in made])).odd:
-                self.calls, self.clip = made[0], clip
-                return moves
         arrived, least = bool(self.clip.odd), math.inf
-        scales = [[1.0] * len(loss)] + [loss] * (max(abs(one - 1) for one in loss) > CLOSE and not arrived)
-        for by, limit in itertools.product(scales, (self.settings.clip or 1.0, math.inf)) if moves.odd or arrived else ():
-            hidden = partial(Watched.hidden, limit=limit, arrived=arrived)
-            made = [[*map(hidden, calls, by)] for calls in sessions]
-            if not (other := StepMoves(self.findings, made, self.settings, roles)).odd and len(other.rest) < least:
-                moves, least, self.calls, self.clip = other, len(other.rest), made[0], read_clipping(other.sessions)
+        scales = [[1.0] * len(loss)] + [loss] * (not arrived and not steady([1.0, *loss]))
+        ways = [*itertools.product(scales, (self.settings.clip or 1.0, math.inf))] if moves.odd or arrived else []
+        for by, limit in [*[(loss, 0.0)] * (arrived and not moves.odd), *ways]:  # first, as its gradient is seen to be used
+            made = [[one.read_as(scale, limit, arrived) for one, scale in zip(calls, by, strict=False)] for calls in sessions]
+            other = StepMoves(self.findings, made, self.settings, roles)
+            clip = read_clipping(other.sessions)
+            if not (other.odd or clip.odd) and len(other.rest) < least:
+                moves, least, self.calls, self.clip = other, len(other.rest), made[0], clip
         return moves
 
     def _loss(self) -> None:

@@ -23,6 +23,7 @@ MakeStep = Callable[[nn.Module], Step]
 Session = tuple[list[Watched], Sampler]  # its calls
 OWN = ("data", "grad", "requires_grad", "_backward_hooks", "_post_accumulate_grad_hooks")  # what a step may set of a tensor
 SHAPES = ("shape", "size", "view", "match", "dimension", "split")  # words of an error that another batch may avoid
+SIZES = "; say the batch that it takes with --set batch_size=..., --set context=..., --set grad_accum=..."
 MAX_WORK = 4e10  # parameters times tokens of one batch
 DISTURBED = 1 + 2.0**-5  # a factor that half precision shows
 MANY = 30e6  # parameters; above it memory is given back after each call
@@ -52,7 +53,7 @@ class StepSubject:
     def __init__(self, module: nn.Module, make_step: MakeStep, vocabulary: int, watch: Progress) -> None:
         self.module, self.make_step, self.vocabulary, self.note_stage = module, make_step, vocabulary, watch
         self.maker = getattr(make_step, "__name__", "make_step")
-        self.without_casts, self.keep_casts = False, False  # whether it failed as its casts were removed; so they are kept
+        self.casts, self.keep_casts = set[str](), False  # those of the last call; whether they are kept, as it failed without
         self.keep_noise = False  # whether normal noise is drawn; dropout is not
         self.dtypes: dict[str, torch.dtype] = {}  # in which the step keeps each parameter
         self.large = sum(parameter.numel() for parameter in module.parameters()) > MANY
@@ -82,7 +83,7 @@ class StepSubject:
         try:
             return self._session(batches, names, factor, as_written)
         except StepError:
-            if as_written or self.keep_casts or not self.without_casts:
+            if as_written or self.keep_casts or not self.casts:
                 raise
         finally:
             if self.large:
@@ -119,13 +120,8 @@ class StepSubject:
                 tensor.data = tensor.data.double()
 
     def _made(self) -> Step:
-        with torch.enable_grad():
-            try:
-                step = self.make_step(self.module)
-            except InputError:
-                raise
-            except Exception as error:
-                raise StepError(f"{self.maker}(model), called with the model alone, fails: {error_line(error)}") from error
+        with _theirs(f"{self.maker}(model), called with the model alone, fails"), torch.enable_grad():
+            step = self.make_step(self.module)
         if not callable(step):
             words = "return a function step(x, y) that returns the loss"
             raise InputError(f"{self.maker}(model) returned {type(step).__name__}; {words}")
@@ -135,20 +131,11 @@ class StepSubject:
         device = next(iter(sampler.parameters.values())).device
         x, y = batch.ids.to(device), batch.targets.to(device)
         watch = Watch(self.module, sampler, self.vocabulary, keep_casts=as_written or self.keep_casts, as_written=as_written)
-        watch.keep_noise = self.keep_noise
-        try:
-            self.note_stage("step")
-            with watch, torch.enable_grad():
-                loss = step(x.clone(), y.clone())
-            self.note_stage("diagnosis")
-        except InputError:
-            raise
-        except Exception as error:
-            sizes = "; say the batch that it takes with --set batch_size=..., --set context=..., --set grad_accum=..."
-            advice = sizes if any(word in str(error) for word in SHAPES) else ""
-            words = f"its step fails on x and y of shape {tuple(x.shape)}: {error_line(error)}{advice}"
-            self.without_casts = bool(watch.casts)
-            raise StepError(words) from error
+        watch.keep_noise, self.casts = self.keep_noise, watch.casts
+        self.note_stage("step")
+        with _theirs(f"its step fails on x and y of shape {tuple(x.shape)}", SIZES), watch, torch.enable_grad():
+            loss = step(x.clone(), y.clone())
+        self.note_stage("diagnosis")
         if self.large:
             give_back_freed_memory()
         watch.seen.loss = _number(loss, self.maker)
@@ -157,6 +144,18 @@ class StepSubject:
 
 class StepError(InputError):
     """Raised when the author's code fails; its cause is the author's exception."""
+
+
+@contextmanager
+def _theirs(words: str, sizes: str = "") -> Iterator[None]:
+    """Raise an error of the author's code as a StepError; ``sizes``: advice, if the error is of shapes."""
+    try:
+        yield
+    except InputError:
+        raise
+    except Exception as error:
+        advice = sizes * any(word in str(error) for word in SHAPES)
+        raise StepError(f"{words}: {error_line(error)}{advice}") from error
 
 
 def _number(loss: Any, maker: str) -> float:

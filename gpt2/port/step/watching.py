@@ -120,15 +120,13 @@ class Watched:
     dropouts: set[float] = field(default_factory=set)
     noise: bool = False  # normal noise was drawn, and made zero
 
-    def scaled(self, scale: float) -> "Watched":
-        return replace(self, updates=[replace(one, scale=scale) for one in self.updates])
-
-    def hidden(self, scale: float, limit: float, *, arrived: bool) -> "Watched":
-        """Return what it is if gradients, or what ``arrived``, are divided by a scale and clipped where nobody sees it."""
-        given = [one.held if arrived else one.gradient for one in self.updates]
+    def read_as(self, scale: float, limit: float, arrived: bool) -> "Watched":
+        """Return it with a scale; for a limit, gradients, or what ``arrived``, are divided and clipped where nobody sees it."""
+        seen = [replace(one, scale=scale) for one in self.updates]
+        given = [one.held if arrived else one.gradient for one in seen]
         used = [one.times(min(1 / scale, limit / (one.total or math.inf))) for one in given]
-        pairs = zip(self.updates, given, used, strict=True)
-        return replace(self, updates=[replace(one, held=had, gradient=has, scale=scale) for one, had, has in pairs])
+        hidden = [replace(one, held=had, gradient=has) for one, had, has in zip(seen, given, used, strict=True)]
+        return replace(self, updates=hidden if limit else seen)
 
     @property
     def changes(self) -> bool:
@@ -152,9 +150,7 @@ class Sampler:
 
     def take(self, name: str, tensor: Tensor) -> Tensor:
         """Return the sampled entries of a tensor of this parameter's shape, as a float64 copy."""
-        index, flat = self.indices[name], tensor.detach().reshape(-1)
-        taken = flat if isinstance(index, slice) else flat[index.to(flat.device)]
-        return taken.to("cpu", torch.float64, copy=True)
+        return tensor.detach().reshape(-1)[self.indices[name]].to("cpu", torch.float64, copy=True)
 
     def values(self) -> Samples:
         return {name: self.take(name, parameter) for name, parameter in self.parameters.items()}
@@ -223,15 +219,14 @@ class Watch(DeterministicMode):
             if fused is not None or "inv_scale" in named:  # by a GradScaler's scale a fused optimizer divides, or unscale_ before
                 self._scale = float(fused) if fused is not None else 1 / float(named["inv_scale"])
             self._note(written, 1.0 if fused is None else 1 / self._scale)
-        if name in LOSSES and call.inputs and call.inputs[0].dtype in HALVES and call.inputs[0].ndim:
+        cast = call.kwargs.get("dtype") if name == "_to_copy" and args[0].dtype == torch.float64 else None
+        read = call.inputs[0].dtype if name in LOSSES and call.inputs else None if self.keep_random else cast
+        if read in HALVES and call.inputs[0].ndim:
             self._halves.add(call.inputs[0].shape[-1])
-        if name == "_to_copy" and args[0].dtype == torch.float64 and (dtype := call.kwargs.get("dtype")):
-            if dtype in HALVES and not self.keep_random and args[0].ndim:
-                self._halves.add(args[0].shape[-1])
-            if self.keep_casts and dtype.is_floating_point:
-                self.seen.rounds = max(self.seen.rounds, torch.finfo(dtype).eps)
-            if args[0].numel() == 1:
-                return call.run()
+        if cast and self.keep_casts and cast.is_floating_point:
+            self.seen.rounds = max(self.seen.rounds, torch.finfo(cast).eps)
+        if cast and args[0].numel() == 1:
+            return call.run()
         result = call.run() if self.keep_noise and name in NORMAL else super().handle(call)
         self.dropouts.clear()
         return result
