@@ -115,6 +115,9 @@ def make_step(model):
         pathlib.Path(__file__).with_name("pid").write_text(str(child.pid))
         time.sleep(600)
     return step
+
+def exits(model):
+    return lambda x, y: sys.exit(3)
 """
 
 
@@ -131,6 +134,8 @@ def test_a_step_that_never_ends_is_seen_to_run_and_is_ended(tmp_path: Path) -> N
     assert f"one call of its step(x, y) did not end in {timeout} s (port.py, line 12" in said
     assert seen[-1] == "running call 1 of your step"
     wait_until(lambda: not alive((tmp_path / "pid").read_text()))
+    said = refusal(runner.run, file, "shakespeare-mini", step=f"{file}:exits", timeout=timeout)
+    assert "line 16: return lambda x, y: sys.exit(3)); exits has to return a step that returns the loss" in said  # the module
 
 
 @pytest.mark.slow

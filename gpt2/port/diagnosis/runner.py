@@ -136,6 +136,7 @@ def _failure(folder: Path, port: Target, timeout: float, code: int | None) -> st
     if code is None or "Timeout (" in dump:
         limit = timeout * DIAGNOSIS_FACTOR if stage == "diagnosis" else timeout
         return f"{what} did not end in {limit:g} s{line}; find out why, or give it longer with --timeout"
+    wanted = "it has to return the loss" if stage == "step" else f"{port.name} has to return the module"
     killer = signal.Signals(-code).name if -code in list(signal.Signals) else ""
     how = f"was killed by {killer}" if killer else f"ended the process (exit code {code})"
-    return f"it {how} {during}{line}{REASONS.get(killer, '')}; {port.name} has to return the module, and nothing else"
+    return f"it {how} {during}{line}{REASONS.get(killer, '')}; {wanted}, and nothing else"

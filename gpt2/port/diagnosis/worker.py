@@ -74,6 +74,7 @@ def _end_with(asked: int, folder: Path) -> None:
 
 def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) -> str:
     file, name, failure, calls = Path(order["file"]), order["name"], None, itertools.count(1)
+    returns = "the module"
 
     def tell(what: str) -> None:
         """Write a stage of the diagnosis for the process that shows progress."""
@@ -99,7 +100,7 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
                 tell(f"running call {next(calls)} of your step" if stage == "step" else "comparing it with the reference's")
                 begin(stage)
 
-            file, name = Path(order["step_file"]), order["step"]
+            file, name, returns = Path(order["step_file"]), order["step"], "a step that returns the loss"
             begin("import")
             make_step = function_of(file, name)
             begin("diagnosis")
@@ -112,11 +113,11 @@ def _answer(place: Path, order: dict[str, Any], begin: Callable[[str], None]) ->
         return json.dumps({**asdict(diagnosis), "checkpoint": order["model"], "module": f"{file.name}:{name}"})
     except InputError as error:
         if failure is not None and isinstance(error, ForwardError):  # the first call's error names the user's line
-            return json.dumps({"error": _one_line(failure, file, name)})
+            return json.dumps({"error": _one_line(failure, file)})
         at = error_place(error)
         return json.dumps({"error": str(error) + (at if at not in str(error) else "")})
     except BaseException as error:  # the port may raise anything
-        return json.dumps({"error": _one_line(error, file, name)})
+        return json.dumps({"error": _one_line(error, file, f"{name} has to return {returns}")})
 
 
 def _directory(checkpoint: Checkpoint, model: GPT2, place: Path) -> Path:
@@ -139,14 +140,14 @@ def _once(module: nn.Module, model: GPT2) -> Exception | None:
     return None
 
 
-def _one_line(error: BaseException, file: Path, name: str) -> str:
-    """Return one line: the error, the user's line of code, and what to do."""
+def _one_line(error: BaseException, file: Path, contract: str = "") -> str:
+    """Return one line: the error, the user's line of code, and what to do; ``contract``: what a function has to return."""
     if isinstance(error, SyntaxError):
         return f"{Path(error.filename or file).name}, line {error.lineno}: {error.msg}; Python cannot read it"
     at, shown = error_place(error), words_of(error)
     words = error_line(error) if isinstance(error, Exception) else type(error).__name__
     if isinstance(error, SystemExit):
-        what = f"it calls sys.exit({error.code if error.code is not None else ''}){at}; {name} has to return the module"
+        what = f"it calls sys.exit({error.code if error.code is not None else ''}){at}; {contract}"
     elif isinstance(error, ModuleNotFoundError):
         what = f"{shown}{at}; install it beside gpt2-toolkit"
     elif NO_GPU.search(shown):
