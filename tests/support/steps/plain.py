@@ -19,11 +19,6 @@ class Sloped(torch.autograd.Function):
         return slope * (ctx.saved_tensors[0] > 0)  # of a ReLU
 
 
-class Gelu(torch.nn.Module):
-    def forward(self, x):
-        return Sloped.apply(x)
-
-
 def kind_of(name, p):
     if p.ndim > 1:
         return "table" if "wte" in name or "wpe" in name else "matrix"

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import torch
 import torch.nn.functional as F
@@ -73,6 +74,18 @@ def summed(model, x, y):
     return sum(loss_of(model, *part) / 2 for part in zip(x.chunk(2), y.chunk(2), strict=True))
 
 
+def within_backward(model, s):
+    """Each parameter has an optimizer of its own, which updates it as soon as its gradient is there."""
+    for p in model.parameters():
+        own = torch.optim.AdamW([p], lr=s.lr, betas=(s.beta1, s.beta2), weight_decay=s.weight_decay * (p.ndim > 1))
+        p.register_post_accumulate_grad_hook(lambda p, own=own: own.step() or own.zero_grad())
+    return Mock()  # an optimizer with nothing left to do
+
+
+def cosine(optimizer, s):
+    return LambdaLR(optimizer, lambda n: rate(n, s) / s.lr)
+
+
 right("groups", "nano")(plain)
 right("groups, fused", "encoder_layer")(lambda s: plain(s, lambda model, s: adamw(model, s, fused=True)))
 right("no clipping", "nano", clip=0.0)(plain)
@@ -83,30 +96,5 @@ right("losses of two parts summed, one backward pass", "nano", grad_accum=2)(lam
 right("autocast", "nano")(lambda s: plain(s, loss=torch.autocast("cpu", torch.bfloat16)(loss_of)))
 right("torch.compile", "mha", slow=True)(lambda s: plain(s, prepare=lambda model: torch.compile(model, backend="aot_eager")))
 right("by hand, prompts left out", "nano", grad_accum=2, padded="x")(lambda s: made_with("", s))
-
-
-@right("update within the backward pass", "mha", clip=0.0)
-def in_backward(s):
-    def make_step(model):
-        for p in model.train().parameters():
-            own = torch.optim.AdamW([p], lr=s.lr, betas=(s.beta1, s.beta2), weight_decay=s.weight_decay * (p.ndim > 1))
-
-            def update(p, own=own):
-                own.step()
-                own.zero_grad()
-
-            p.register_post_accumulate_grad_hook(update)
-
-        def step(x, y):
-            loss = loss_of(model, x, y)
-            loss.backward()
-            return loss.detach()
-
-        return step
-
-    return make_step
-
-
-@right("warm-up, then cosine", "mha", **SCHEDULE)
-def scheduled(s):
-    return plain(s, scheduler=lambda optimizer, s: LambdaLR(optimizer, lambda n: rate(n, s) / s.lr))
+right("update within the backward pass", "mha", clip=0.0)(lambda s: plain(s, within_backward))
+right("warm-up, then cosine", "mha", **SCHEDULE)(lambda s: plain(s, scheduler=cosine))
