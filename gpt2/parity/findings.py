@@ -49,7 +49,7 @@ class Findings:
 
     def __post_init__(self) -> None:
         if self.quick:
-            self.skipped = {id: "--quick" for id, (_, _, training) in PLAN.items() if training}
+            self.skipped = {id: "quick" for id, (_, _, training) in PLAN.items() if training}
 
     def exact(self, id: str, name: str, differing: float) -> None:
         """Add a count of entries that differ; none may."""

@@ -341,7 +341,7 @@ def test_more_random_errors_decide_where_few_speak_against_a_model(checkpoint: P
 def test_quick_leaves_out_training_and_long_texts_and_says_so(tmp_path: Path) -> None:
     """An EQUAL without gradients must say so, and a report of a short text must not claim all positions."""
     report = verify(str(write_checkpoint(tmp_path / "model", n_positions=160)), quick=True)
-    assert (report.ok, report.table(80).count("not run: --quick")) == (True, 6)  # it was broken over two lines
+    assert (report.ok, report.table(80).count("not run: quick")) == (True, 6)  # it was broken over two lines
     assert report.coverage.endswith("ids at the first 128 positions")
     assert report.check("logits").title == "a short text"
     assert report.check("cache").points[-1].name == "ln_f (window 0, 0 to 127)"
