@@ -95,7 +95,8 @@ def test_as_many_faults_of_later_tokens_are_tried_wherever_they_begin(model: GPT
     assert table(simulation.on_ids(ids[:, :3])) is not table(simulation)
     simulation._parameters = 1 << 40  # a large model, whose search in float32 had no limit of work
     wrong = model(ids).detach() + (torch.arange(ids.shape[1]) >= 6)[:, None]  # four right tokens told no fault of later ones
-    assert PartSearch(Part(simulation, "logits", None, {"logits": wrong}, {"logits": 1e-9})).few.tokens == 7
+    late = PartSearch(Part(simulation, "logits", None, {"logits": wrong}, {"logits": 1e-9}))
+    assert (late.few.tokens, next(late._ways())[0]) == (7, "caches")  # last, they met the end of the work
     assert Batch(part, 1).model.budget is simulation.budget
 
 

@@ -135,19 +135,22 @@ class PartSearch:
 
     def _ways(self) -> Iterator[tuple[str, Callable[[], Iterable[Candidate]]]]:
         """Yield the faults that are tried one after the other, common ones first."""
+        near = range(self.first - LAG, self.first + 1) if self.wrong else range(self.faults.tokens)
+        late = [("caches", partial(self.faults.in_steps, near))] * bool(self.small or self.first)
+        if self.first >= LATER:
+            late.append((f"faults from token {self.first} on", partial(self.faults.since, self.first)))
         if self.earlier:
             yield SINGLE, partial(self.faults.singles, self.earlier)
         if self.small:
             yield SINGLE, self.faults.singles
         else:
+            if self.first > FEW:  # what is always there is hardly right until then, and to try it all takes the whole budget
+                yield from late
             singles = [*self.faults.singles()]
             for kind in sorted({(one.is_local, one.rare) for one in singles}):
                 yield SINGLE, partial(filter, lambda one, kind=kind: (one.is_local, one.rare) == kind, singles)
-        if self.small or self.first:
-            near = range(self.first - LAG, self.first + 1) if self.wrong else range(self.faults.tokens)
-            yield "caches", partial(self.faults.in_steps, near)
-        if self.first >= LATER:
-            yield f"faults from token {self.first} on", partial(self.faults.since, self.first)
+        if self.small or self.first <= FEW:
+            yield from late
         if (self.small or len(self.part.blocks) == 1) and self.part.shows_all:
             yield "faults of a text in several calls", partial(self._in_calls, self.first)
 
