@@ -136,7 +136,9 @@ class PartSearch:
     def _ways(self) -> Iterator[tuple[str, Callable[[], Iterable[Candidate]]]]:
         """Yield the faults that are tried one after the other, common ones first."""
         near = range(self.first - LAG, self.first + 1) if self.wrong else range(self.faults.tokens)
-        late = [("caches", partial(self.faults.in_steps, near))] * bool(self.small or self.first)
+        late = list[tuple[str, Callable[[], Iterable[Candidate]]]]()
+        if self.small or self.first:
+            late.append(("caches", partial(self.faults.in_steps, near)))
         if self.first >= LATER:
             late.append((f"faults from token {self.first} on", partial(self.faults.since, self.first)))
         if self.earlier:
