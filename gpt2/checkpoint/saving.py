@@ -55,7 +55,7 @@ def save(model: GPT2, tokenizer: Tokenizer | None, directory: str | Path, more: 
 
 
 def save_official(model: GPT2, tokenizer: Tokenizer | None, directory: Path) -> Path:
-    """Write a model for somebody's code as :func:`save` does, but under the official file's names: without a prefix."""
+    """Write a model into a new folder for somebody's code: its tensors have the names of the official files, without a prefix."""
     tensors = _plain(model)
     with writing(directory):
         write_file(directory / WEIGHTS, safetensors_file(tensors))

@@ -47,7 +47,7 @@ def auto_tokenizer(folder: Path, model_type: str | None = None) -> Any:
     for file in folder.glob("*.model") if alone else ():
         raise InputError(f"{file}: reading it takes sentencepiece and protobuf; pip install 'gpt2-toolkit[sentencepiece]'")
     check_environment()
-    remedy = "repair the files (config.json too: 0.0, not 0), or save tokenizer.json with the program that made it"
+    remedy = "repair the files (in config.json an epsilon is 0.0, not 0), or save tokenizer.json with the program that made it"
     with library(str(folder), "transformers cannot read its tokenizer or config", remedy), quiet():
         with uncollected():
             from transformers import AutoTokenizer

@@ -77,6 +77,11 @@ def ahead(mask: Mask) -> bool:
     return bool(mask(torch.arange(3)[:, None], torch.arange(3), 0).triu(1).any())
 
 
+def _or_all(mask: Mask) -> Mask:
+    """Let a token that sees nothing see all tokens."""
+    return lambda t, j, a: (seen := mask(t, j, a)) | ~seen.any(-1, keepdim=True)
+
+
 def masks(model: Model) -> Iterator[Alternative]:
     """Yield other masks, other numbers in the place of hidden scores, the mask behind the softmax, and windows."""
     every = torch.arange(model.ids.shape[1])
@@ -85,8 +90,9 @@ def masks(model: Model) -> Iterator[Alternative]:
         seen = mask(every[:, None], every, 0)
         if not bool(seen.any(-1).all()):  # a token sees nothing
             yield _weighed(id, f"{words}; one that sees nothing sees all alike", seeing(mask, -1e30))
-            free: Mask = lambda t, j, a, m=mask: m(t, j, a) | ~m(t, j, a).any(-1, keepdim=True)  # noqa: E731
-            yield _weighed(id, f"{words}; one that sees nothing sees all by score, as the mask's number is small", seeing(free))
+            yield _weighed(
+                id, f"{words}; one that sees nothing sees all by score, as the mask's number is small", seeing(_or_all(mask))
+            )
         if not bool(seen.tril(-1).any()):  # no token sees the past: the mask is the wrong way round
             yield _weighed(id, f"{words}; hidden scores become {TINY:g}", seeing(mask, TINY), rare=True)
     for fill in FILLS:
