@@ -121,7 +121,7 @@ class Watched:
     noise: bool = False  # normal noise was drawn, and made zero
 
     def read_as(self, scale: float, limit: float, arrived: bool) -> "Watched":
-        """Return it with a scale; for a limit, gradients, or what ``arrived``, are divided and clipped where nobody sees it."""
+        """Return it with another scale; with a limit, as if the step divided and clipped gradients (what ``arrived``) unseen."""
         seen = [replace(one, scale=scale) for one in self.updates]
         given = [one.held if arrived else one.gradient for one in seen]
         used = [one.times(min(1 / scale, limit / (one.total or math.inf))) for one in given]

@@ -8,7 +8,7 @@ from gpt2.port.terms.places import EVERY, Place, collapsed, forward_rank
 
 DROPPED = "of a block that drops attention's result: its feed-forward takes the block's input, as in a parallel block"
 ONE_FOR_ALL = "of all blocks, which are one: it holds the weights of the last that was loaded"
-OTHERS = "of the blocks that hold none, because all are one, which is called h.0: what that one lacks is a fault of its own"
+OTHERS = "of h.1, h.2 and so on, which hold nothing: all blocks are one, called h.0, and what h.0 lacks is a fault of its own"
 AFFINE = ("missing-bias", "layernorm-without-affine")
 # The cause on the left explains those on the right, which are dropped, at the same place or at the part of it that is named: what
 # else is missing there is a fault of its own.
